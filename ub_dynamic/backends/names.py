@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's communicator names with the method, collective and settings that ``initialize_ub`` gives each.
+
+Source: ``initialize_ub`` in Transformer Engine's ``pytorch/module/base.py`` (2.10 to 2.20).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UBShapeError
+from ..rules import check_spec
+from ..shapes import METHODS, Collective, CommSpec, Method, Shape
+
+# name -> (default method, collective)
+LAYERS: Mapping[str, tuple[Method, Collective]] = {
+    "qkv_fprop": ("ring_exchange", "ag"),
+    "qkv_dgrad": ("bulk", "ag"),
+    "qkv_wgrad": ("bulk", "rs"),
+    "proj_fprop": ("pipeline", "rs"),
+    "proj_dgrad": ("ring_exchange", "ag"),
+    "proj_wgrad": ("external", "ag"),
+    "fc1_fprop": ("ring_exchange", "ag"),
+    "fc1_dgrad": ("bulk", "ag"),
+    "fc1_wgrad": ("bulk", "rs"),
+    "fc2_fprop": ("pipeline", "rs"),
+    "fc2_dgrad": ("ring_exchange", "ag"),
+    "fc2_wgrad": ("external", "ag"),
+}
+# dgrad with a method other than bulk reduce-scatters dgrad itself; its wgrad communicator then does not exist
+DGRAD_REDUCE_SCATTER = {"qkv_dgrad": "qkv_wgrad", "fc1_dgrad": "fc1_wgrad"}
+# these hold a quantised all-gather in FP8 modes; the others stay in the high-precision dtype
+FP8_BUFFERS = frozenset(
+    {"qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad"}
+)
+
+
+def resolve_specs(
+    shape: Shape, tp: int, dtype: torch.dtype, ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[CommSpec, ...]:
+    """The communicators that ``initialize_ub(shape, tp, dtype=dtype, ub_cfgs=ub_cfgs)`` makes, in TE's order.
+
+    ``shape`` is the capacity ``[T_cap, H]``. ``ub_cfgs`` maps a layer name to TE's settings ``method``,
+    ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (others are TE's alone and ignored here); a name
+    that maps to None, as Megatron's presets have it, keeps its default. Raises :class:`UBShapeError` for
+    unknown names and methods and what :func:`ub_dynamic.rules.check_spec` refuses.
+    """
+    cfgs = {name: cfg for name, cfg in (ub_cfgs or {}).items() if cfg is not None}
+    for name in cfgs:
+        if name not in LAYERS:
+            raise UBShapeError(f"ub_cfgs names the unknown communicator {name!r}; known are {', '.join(LAYERS)}")
+    specs = []
+    absent = set()
+    for name, (default, _) in LAYERS.items():
+        method = cfgs.get(name, {}).get("method", default)
+        wgrad = DGRAD_REDUCE_SCATTER.get(name)
+        if wgrad and method != "bulk":
+            if wgrad in cfgs:
+                raise UBShapeError(
+                    f"{name} with method {method!r} reduce-scatters dgrad, so {wgrad} must not be configured"
+                )
+            absent.add(wgrad)
+    for name in LAYERS:
+        if name not in absent:
+            spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))
+            check_spec(spec)
+            specs.append(spec)
+    return tuple(specs)
+
+
+def _spec(name: str, shape: Shape, tp: int, dtype: torch.dtype, cfg: Mapping[str, Any]) -> CommSpec:
+    default, collective = LAYERS[name]
+    method = cfg.get("method", default)
+    if method not in METHODS:
+        raise UBShapeError(f"{name}: unknown method {method!r}; methods are {', '.join(METHODS)}")
+    if name in DGRAD_REDUCE_SCATTER and method != "bulk":
+        collective = "rs"
+    if method == "pipeline" and collective == "ag":
+        raise UBShapeError(f"{name}: method 'pipeline' exists for reduce-scatter only")
+    ring = method == "ring_exchange"
+    return CommSpec(
+        name=name,
+        method=method,
+        collective=collective,
+        capacity=shape,
+        tp=tp,
+        dtype=dtype,
+        num_splits=cfg.get("num_splits", tp if ring else 4),
+        num_sm=cfg.get("num_sm", 1 if ring else 16),
+        use_ce=bool(cfg.get("use_ce", True)),
+        aggregate=bool(cfg.get("aggregate", False)),
+    )

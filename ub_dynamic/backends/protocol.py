@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manager needs of a backend. A backend knows this file, never the manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ..shapes import CommSpec
+
+OnOperand = Callable[[str, int], None]
+"""Called with ``(communicator name, tokens of the operand)`` before anything is copied or enqueued.
+It raises to refuse the operand."""
+
+
+class Backend(Protocol):
+    """The communicators of one process.
+
+    ``specs``: those that follow the active shape, by name. ``skipped``: the others, with the reason why
+    they stay at capacity. The manager validates before it calls ``apply`` or ``apply_one``.
+    """
+
+    name: str
+    specs: Mapping[str, CommSpec]
+    skipped: Mapping[str, str]
+
+    def apply(self, tokens: int) -> None:
+        """Give every communicator of ``specs`` the active shape ``[tokens, H]``: host only, no device call."""
+
+    def apply_one(self, name: str, tokens: int) -> None:
+        """The same for one communicator."""
+
+    def busy(self) -> str | None:
+        """Why the shape must not change right now (capture, a filled buffer, an overlap being enqueued), or None."""
+
+    def find(self, communicator: object) -> str | None:
+        """The name of a communicator object of this backend, or None."""
+
+    def connect(self, on_operand: OnOperand | None) -> None:
+        """Report every operand that reaches a communicator to ``on_operand``; None ends that."""
+
+    def destroy(self) -> None:
+        """Release everything, on all ranks together; a second call does nothing."""

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A board on which each rank of a TP group writes its shape changes, and reads those of the others.
+
+Ranks that disagree on T do not hang in TE's kernels, they corrupt each other's buffers silently. A
+collective per change would find it but costs a wait, so each rank publishes ``(change number, T)`` in
+memory that all ranks of the host share, and compares what the others have published so far. Nobody
+waits for anybody, except in :meth:`RankBoard.wait_for_all`.
+
+The memory is a file that is unlinked as soon as every rank has opened it: nothing is left behind,
+however a rank ends. One record is one aligned 8-byte word (change number in the upper half, T in the
+lower), so that a reader never sees half of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from .errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
+from .groups import Group, default_timeout_s
+
+_HEADER = 2  # words a rank: latest change number, process id
+_MASK = (1 << 32) - 1
+
+
+class RankBoard:
+    """One rank's view of the board. ``slots``: how many changes a rank may be ahead of another one."""
+
+    def __init__(self, group: Group, slots: int = 1024) -> None:
+        self.rank, self.size, self.members = group.rank, group.size, group.members
+        self._slots = slots
+        self._stride = _HEADER + slots
+        self._words = memoryview(_shared_file(group, self.size * self._stride * 8)).cast("q")
+        self._own = self.rank * self._stride
+        self._others = tuple((rank, rank * self._stride) for rank in range(self.size) if rank != self.rank)
+        self._compared = [0] * self.size  # per rank: up to which change it was compared with ours
+        self._calls = 0
+        self._words[self._own + 1] = os.getpid()
+        group.barrier("opening the rank board")
+
+    @property
+    def calls(self) -> int:
+        """Shape changes that this rank has published."""
+        return self._calls
+
+    def publish(self, tokens: int) -> None:
+        """Write this rank's next change; no wait, no check."""
+        calls = self._calls = self._calls + 1
+        words, own = self._words, self._own
+        words[own + _HEADER + calls % self._slots] = calls << 32 | tokens
+        words[own] = calls
+
+    def check(self) -> None:
+        """Compare with what the others have published so far.
+
+        Raises :class:`UBRankMismatchError` naming every rank's T if a change differs, or if a rank is so
+        far behind that it must have skipped calls.
+        """
+        calls, words, compared = self._calls, self._words, self._compared
+        for rank, base in self._others:
+            common = words[base]
+            if common > calls:
+                common = calls
+            if compared[rank] != common:
+                self._compare(rank, base, common)
+            if calls - common >= self._slots:
+                raise UBRankMismatchError(
+                    f"rank {self.members[rank]} is {calls - common} shape changes behind; it skips calls. {self.describe()}"
+                )
+
+    def _compare(self, rank: int, base: int, common: int) -> None:
+        # A record that is more than `slots` old was overwritten; check() bounds how far this rank lags behind us,
+        # and a rank that is ahead of us by more is the other side of the same error.
+        for call in range(max(self._compared[rank], common - self._slots) + 1, common + 1):
+            theirs = self._words[base + _HEADER + call % self._slots]
+            ours = self._words[self._own + _HEADER + call % self._slots]
+            if theirs == ours:
+                continue
+            if theirs >> 32 != call:
+                raise UBRankMismatchError(
+                    f"this rank is {(theirs >> 32) - call} shape changes behind rank {self.members[rank]}; it skips calls. "
+                    f"{self.describe(call)}"
+                )
+            raise UBRankMismatchError(
+                f"TP ranks disagree in shape change {call}: {self.describe(call)}. Either T differs between the "
+                "ranks, or a rank skipped a call; the shape of this rank was not changed by this call"
+            )
+        self._compared[rank] = common
+
+    def wait_for_all(self, timeout_s: float | None = None) -> None:
+        """Wait until every rank has published as many changes as this one, then :meth:`check`.
+
+        Raises :class:`UBTimeoutError` naming the ranks that have not come.
+        """
+        limit = default_timeout_s() if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        while missing := [rank for rank, base in self._others if self._words[base] < self._calls]:
+            self.check()
+            if dead := self.dead_ranks():
+                raise UBTimeoutError(f"rank(s) {dead} ended before shape change {self._calls}. {self.describe()}")
+            if time.monotonic() > deadline:
+                names = [self.members[rank] for rank in missing]
+                raise UBTimeoutError(
+                    f"waited {limit:g} s for rank(s) {names} to make shape change {self._calls}. {self.describe()}"
+                )
+            time.sleep(0)
+        self.check()
+
+    def withdraw(self) -> None:
+        """Take back this rank's latest change, after a check that failed: the shape was not applied."""
+        self._calls -= 1
+        self._words[self._own] = self._calls
+
+    def describe(self, call: int | None = None) -> str:
+        """Every rank's T in change ``call``, or its latest one, as text."""
+        parts = []
+        for rank in range(self.size):
+            base = rank * self._stride
+            latest = self._words[base]
+            wanted = latest if call is None else call
+            record = self._words[base + _HEADER + wanted % self._slots]
+            if latest < wanted or not latest or record >> 32 != wanted:
+                parts.append(f"rank {self.members[rank]}: {latest} changes so far")
+            elif call is None:
+                parts.append(f"rank {self.members[rank]}: T = {record & _MASK} (change {latest})")
+            else:
+                parts.append(f"rank {self.members[rank]}: T = {record & _MASK}")
+        return "; ".join(parts)
+
+    def dead_ranks(self) -> list[int]:
+        """World ranks whose process has ended (same host only, which is all that a board spans)."""
+        return [self.members[rank] for rank, base in self._others if not _alive(self._words[base + 1])]
+
+
+def _alive(pid: int) -> bool:
+    if pid == 0:
+        return True  # has not opened the board yet
+    try:
+        # A killed process whose launcher has not collected it yet still exists, as a zombie.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _shared_file(group: Group, nbytes: int) -> mmap.mmap:
+    """Zeroed memory that all ranks of ``group`` share; its file has no name any more when this returns."""
+    hosts = set(group.allgather(socket.gethostname(), "naming the hosts of the rank board"))
+    if len(hosts) > 1:
+        raise UBUnsupportedError(
+            f"the TP group spans the hosts {sorted(hosts)}; its ranks share no memory to compare shapes in: "
+            'pass check="never"'
+        )
+    name, failure = None, None
+    if group.rank == 0:
+        shared = Path("/dev/shm")
+        folder = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        descriptor, name = tempfile.mkstemp(prefix="ub_dynamic_", dir=folder)
+        os.ftruncate(descriptor, nbytes)
+        os.close(descriptor)
+    name = group.allgather(name, "naming the rank board")[0]
+    try:
+        try:
+            descriptor = os.open(name, os.O_RDWR)
+        except OSError as error:
+            failure = f"rank {group.members[group.rank]}: {error}"
+        failures = [text for text in group.allgather(failure, "opening the rank board") if text]
+    finally:
+        if group.rank == 0:
+            os.unlink(name)
+    if failures:
+        raise UBUnsupportedError(f"the TP ranks cannot share {name} ({'; '.join(failures)}): pass check=\"never\"")
+    try:
+        return mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)

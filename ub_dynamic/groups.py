@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that act together (a TP group), over MPI or torch.distributed: two operations, both timed.
+
+Only set-up, checks and shutdown go through a group; the tensors of an overlap never do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import UBTimeoutError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+_POLL_S = 0.0005
+
+
+def default_timeout_s() -> float:
+    """Seconds that a wait for another rank may take: ``UB_DYNAMIC_TIMEOUT``, or 20."""
+    return float(os.environ.get("UB_DYNAMIC_TIMEOUT", "20"))
+
+
+class Group(Protocol):
+    """``rank`` of ``size`` in this group; ``members`` are their world ranks, in order."""
+
+    rank: int
+    size: int
+    members: tuple[int, ...]
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        """Every member's ``value`` (small, picklable), in rank order. :class:`UBTimeoutError` names ``what``."""
+
+    def barrier(self, what: str) -> None:
+        """Returns when every member has come. :class:`UBTimeoutError` names ``what``."""
+
+
+class SoloGroup:
+    """The group of a single process."""
+
+    rank = 0
+    size = 1
+    members = (0,)
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        return [value]
+
+    def barrier(self, what: str) -> None:
+        return
+
+
+class MPIGroup:
+    """A group over an mpi4py communicator; the caller keeps ``comm`` alive and frees it."""
+
+    def __init__(self, comm: MPI.Comm, members: Sequence[int] | None = None, timeout_s: float | None = None) -> None:
+        self.comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.members = tuple(range(self.size)) if members is None else tuple(members)
+        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        # Point to point, so that a wait that ends can say which rank is missing.
+        sends = [self.comm.isend(value, dest=rank, tag=_TAG) for rank in self._others()]
+        values: list[Any] = [value] * self.size
+        deadline = time.monotonic() + self.timeout_s
+        for source in self._others():
+            request = self.comm.irecv(1 << 20, source=source, tag=_TAG)
+            values[source] = self._finish(request, deadline, what, source)
+        for rank, request in zip(self._others(), sends, strict=True):
+            self._finish(request, deadline, what, rank)
+        return values
+
+    def barrier(self, what: str) -> None:
+        self.allgather(None, what)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _finish(self, request: MPI.Request, deadline: float, what: str, peer: int) -> Any:
+        while True:
+            done, value = request.test()
+            if done:
+                return value
+            if time.monotonic() > deadline:
+                request.cancel()
+                raise UBTimeoutError(
+                    f"rank {self.members[self.rank]} waited {self.timeout_s:g} s for rank {self.members[peer]} in {what}; "
+                    f"UB_DYNAMIC_TIMEOUT sets the wait in seconds"
+                )
+            time.sleep(_POLL_S)
+
+
+_TAG = 21211  # any tag that a private communicator does not use otherwise
+
+
+class TorchGroup:
+    """A group over a torch.distributed process group (gloo on the host, else the group's own backend)."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+        import torch.distributed as dist
+
+        self.process_group = process_group
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        self._timed(what, lambda: dist.all_gather_object(values, value, group=self.process_group))
+        return values
+
+    def barrier(self, what: str) -> None:
+        self.allgather(None, what)
+
+    def _timed(self, what: str, collective: Callable[[], None]) -> None:
+        # The timeout is the process group's own, fixed when it was made; its text does not say for what it waited.
+        try:
+            collective()
+        except RuntimeError as error:
+            raise UBTimeoutError(
+                f"rank {self.members[self.rank]} of {list(self.members)} did not finish {what}: {error}"
+            ) from error
+
+
+def new_torch_group(ranks: Sequence[int], backend: str = "gloo", timeout_s: float | None = None) -> dist.ProcessGroup:
+    """A torch.distributed group of ``ranks`` whose waits end after ``timeout_s``; every rank of the world calls it."""
+    import torch.distributed as dist
+
+    seconds = default_timeout_s() if timeout_s is None else timeout_s
+    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=seconds))
+    return group
