@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a program on several ranks, wait for it with a timeout, and leave no process behind.
+
+Works with MPICH, Open MPI and torchrun. MPICH's Hydra gives every rank a session of its own, so a process group is not
+enough to find them all; each run is marked by an environment variable instead, and whoever carries it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Launcher = Literal["mpirun", "torchrun"]
+
+_RUN_ID = "UB_DYNAMIC_RUN_ID"
+
+# Open MPI refuses root and more ranks than cores by default; spinning ranks starve each other when cores are shared.
+_OPEN_MPI_ENV = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # 5.x
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # 4.x
+    "OMPI_MCA_mpi_yield_when_idle": "true",
+    "OMPI_MCA_btl": "tcp,self",
+}
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a run ended. `leftover` are processes that outlived the launcher (they are ended before this is returned)."""
+
+    command: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool = False
+    leftover: tuple[int, ...] = ()
+
+    def check(self) -> RankResult:
+        """Return self when the run exited 0 within its time, else raise AssertionError with the end of its output."""
+        if self.returncode == 0 and not self.timed_out:
+            return self
+        how = f"timed out after {self.seconds:.0f} s" if self.timed_out else f"exited {self.returncode}"
+        raise AssertionError(
+            f"{' '.join(self.command)}\n{how}\n"
+            f"--- stdout, last 20 lines\n{tail(self.stdout, 20)}\n--- stderr, last 40 lines\n{tail(self.stderr, 40)}"
+        )
+
+
+def run_ranks(
+    program: str | Path,
+    n: int,
+    args: Sequence[str] = (),
+    *,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    launcher: Launcher = "mpirun",
+    keep_survivors: bool = False,
+    cwd: str | Path | None = None,
+) -> RankResult:
+    """Run `program` (a .py file, or a module name) on n ranks of this Python and wait at most `timeout` seconds.
+
+    `env` is added to this process's environment. With `keep_survivors` the launcher does not end the other ranks when
+    one dies, so that a test can see what they do by themselves.
+    """
+    with start_ranks(
+        program, n, args, env=env, launcher=launcher, keep_survivors=keep_survivors, cwd=cwd
+    ) as run:
+        return run.wait(timeout)
+
+
+def start_ranks(
+    program: str | Path,
+    n: int,
+    args: Sequence[str] = (),
+    *,
+    env: Mapping[str, str] | None = None,
+    launcher: Launcher = "mpirun",
+    keep_survivors: bool = False,
+    cwd: str | Path | None = None,
+) -> RankRun:
+    """As `run_ranks`, but return at once; use as a context manager, whose end ends every process of the run."""
+    target = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
+    command = [*launch_command(launcher, n, keep_survivors), *target, *args]
+    return RankRun(command, {**launch_env(launcher), **(env or {})}, cwd)
+
+
+class RankRun:
+    """A run under way: its output in files, and every process that belongs to it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | Path | None) -> None:
+        self.command = tuple(command)
+        self._token = uuid.uuid4().hex
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._start = time.monotonic()
+        self._process = subprocess.Popen(
+            self.command,
+            env={**os.environ, **env, _RUN_ID: self._token},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> RankRun:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        self._out.close()
+        self._err.close()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def pids(self) -> tuple[int, ...]:
+        """Every live process of the run: launcher, proxies, ranks and what they started."""
+        mark = f"{_RUN_ID}={self._token}".encode()
+        return tuple(pid for pid in _all_pids() if mark in _environ(pid))
+
+    def stdout(self) -> str:
+        return _text(self._out.fileno())
+
+    def stderr(self) -> str:
+        return _text(self._err.fileno())
+
+    def wait(self, timeout: float) -> RankResult:
+        timed_out = False
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        seconds = time.monotonic() - self._start
+        leftover = () if timed_out else self._outlived()
+        self.kill()
+        return RankResult(
+            self.command, self._process.returncode, self.stdout(), self.stderr(), seconds, timed_out, leftover
+        )
+
+    def kill(self) -> None:
+        """End every process of the run: first by asking the launcher, which ends its ranks in order, then for good."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(3)
+        for _ in range(50):  # again, for what was being started in the meantime
+            alive = self.pids()
+            if not alive:
+                break
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self._process.wait()
+
+    def _outlived(self) -> tuple[int, ...]:
+        """What is still there a second after the launcher ended (the kernel needs a moment for those just ended)."""
+        for _ in range(20):
+            if not (alive := self.pids()):
+                break
+            time.sleep(0.05)
+        return alive
+
+
+def launch_command(launcher: Launcher, n: int, keep_survivors: bool = False) -> list[str]:
+    """The words before the program: the launcher, its options, and this Python."""
+    if launcher == "torchrun":
+        flags = ["--standalone", "--nnodes=1", f"--nproc-per-node={n}", "--no-python"]
+        return [sys.executable, "-m", "torch.distributed.run", *flags, sys.executable]
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise RuntimeError(mpi_missing())
+    survive: list[str] = []
+    if keep_survivors:
+        survive = ["--enable-recovery"] if mpi_flavor(mpirun) == "openmpi" else ["-disable-auto-cleanup"]
+    return [mpirun, *survive, "-n", str(n), sys.executable]
+
+
+def launch_env(launcher: Launcher) -> dict[str, str]:
+    """What a run needs beside the caller's environment: the ub_dynamic of this process, and unless the caller has set
+    them, one thread a rank and Open MPI's permissions."""
+    wanted = {"OMP_NUM_THREADS": "1"}
+    if launcher == "mpirun" and mpi_flavor(find_mpirun()) == "openmpi":
+        wanted |= _OPEN_MPI_ENV
+    source = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path} | {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def find_mpirun() -> str | None:
+    """UB_DYNAMIC_MPIRUN, else the mpirun beside this Python (a wheel's), else the first on PATH."""
+    chosen = os.environ.get("UB_DYNAMIC_MPIRUN")
+    if chosen:
+        return chosen
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+
+
+def mpi_missing() -> str | None:
+    """Why MPI ranks cannot be started here, or None when they can."""
+    from importlib.util import find_spec
+
+    missing = [] if find_mpirun() else ["mpirun"]
+    missing += [] if find_spec("mpi4py") else ["mpi4py"]
+    return f"{' and '.join(missing)} not found: pip install 'ub_dynamic[mpi]'" if missing else None
+
+
+@functools.cache
+def mpi_flavor(mpirun: str | None) -> Literal["mpich", "openmpi", "unknown"]:
+    """Which MPI an mpirun belongs to (Intel MPI's is a Hydra too, hence "mpich")."""
+    if mpirun is None:
+        return "unknown"
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    text = (done.stdout + done.stderr).lower()
+    if "open mpi" in text or "openrte" in text or "prrte" in text:
+        return "openmpi"
+    return "mpich" if "hydra" in text or "mpich" in text or "intel" in text else "unknown"
+
+
+def tail(text: str, lines: int) -> str:
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _environ(pid: int) -> bytes:
+    """The environment a process was started with; empty for one that is gone, a zombie, or another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _text(fd: int) -> str:
+    """All that a file holds; os.pread leaves alone the offset that the writing processes share."""
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
