@@ -31,6 +31,7 @@ class RankBoard:
     """One rank's view of the board. ``slots``: how many changes a rank may be ahead of another one."""
 
     def __init__(self, group: Group, slots: int = 1024) -> None:
+        self._group = group
         self.rank, self.size, self.members = group.rank, group.size, group.members
         self._slots = slots
         self._stride = _HEADER + slots
@@ -87,7 +88,7 @@ class RankBoard:
                 )
             raise UBRankMismatchError(
                 f"TP ranks disagree in shape change {call}: {self.describe(call)}. Either T differs between the "
-                "ranks, or a rank skipped a call; the shape of this rank was not changed by this call"
+                "ranks, or a rank skipped a call"
             )
         self._compared[rank] = common
 
@@ -110,10 +111,15 @@ class RankBoard:
             time.sleep(0)
         self.check()
 
-    def withdraw(self) -> None:
-        """Take back this rank's latest change, after a check that failed: the shape was not applied."""
-        self._calls -= 1
-        self._words[self._own] = self._calls
+    def final_check(self) -> None:
+        """At the end of the group's work: every rank has made the same changes. All ranks call it together.
+
+        Raises :class:`UBRankMismatchError` on every rank if their T or their number of changes differ.
+        """
+        counts = self._group.allgather(self._calls, "comparing the number of shape changes")
+        self.check()
+        if len(set(counts)) > 1:
+            raise UBRankMismatchError(f"TP ranks made different numbers of shape changes: {self.describe()}")
 
     def describe(self, call: int | None = None) -> str:
         """Every rank's T in change ``call``, or its latest one, as text."""

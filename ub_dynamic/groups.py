@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import UBTimeoutError
+from .errors import UBShapeError, UBTimeoutError, UBUnsupportedError
+from .ranks import discover
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,6 +25,11 @@ _POLL_S = 0.0005
 def default_timeout_s() -> float:
     """Seconds that a wait for another rank may take: ``UB_DYNAMIC_TIMEOUT``, or 20."""
     return float(os.environ.get("UB_DYNAMIC_TIMEOUT", "20"))
+
+
+def setup_timeout_s() -> float:
+    """Seconds that joining a group may take: ranks start late, import and compile at different speeds."""
+    return max(60.0, default_timeout_s())
 
 
 class Group(Protocol):
@@ -61,7 +67,7 @@ class MPIGroup:
         self.comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.members = tuple(range(self.size)) if members is None else tuple(members)
-        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
 
     def allgather(self, value: Any, what: str) -> list[Any]:
         # Point to point, so that a wait that ends can say which rank is missing.
@@ -107,7 +113,7 @@ class TorchGroup:
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
 
     def allgather(self, value: Any, what: str) -> list[Any]:
         import torch.distributed as dist
@@ -129,10 +135,65 @@ class TorchGroup:
             ) from error
 
 
-def new_torch_group(ranks: Sequence[int], backend: str = "gloo", timeout_s: float | None = None) -> dist.ProcessGroup:
-    """A torch.distributed group of ``ranks`` whose waits end after ``timeout_s``; every rank of the world calls it."""
+def tensor_parallel_group(tp_size: int, tp_group: Any = None, bootstrap_backend: str | None = None) -> Group:
+    """This rank's TP group. Every rank of the world calls it.
+
+    ``tp_group``: an mpi4py communicator or a torch.distributed process group, taken as it is; without one the
+    world is cut into contiguous ranks ``[i * tp, (i + 1) * tp)``, as TE does. ``bootstrap_backend``: ``"mpi"``
+    or ``"gloo"``; None takes MPI where an MPI launcher started the ranks, else torch.distributed.
+    Raises :class:`UBShapeError` where the sizes do not fit, :class:`UBUnsupportedError` for a missing package.
+    """
     import torch.distributed as dist
 
-    seconds = default_timeout_s() if timeout_s is None else timeout_s
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=seconds))
-    return group
+    if tp_group is not None:
+        group: Group = TorchGroup(tp_group) if isinstance(tp_group, dist.ProcessGroup) else MPIGroup(tp_group)
+        if group.size != tp_size:
+            raise UBShapeError(f"tp_group has {group.size} ranks, but tp_size is {tp_size}")
+        return group
+    launch = discover()
+    if bootstrap_backend == "mpi" or (bootstrap_backend is None and launch.uses_mpi):
+        return _contiguous_mpi_group(tp_size)
+    if launch.world_size == 1 and not dist.is_initialized():
+        _check_world(1, tp_size)
+        return SoloGroup()
+    return _contiguous_torch_group(tp_size)
+
+
+def _check_world(world: int, tp_size: int) -> None:
+    if tp_size < 1 or world % tp_size:
+        raise UBShapeError(
+            f"a world of {world} rank(s) cannot be cut into TP groups of tp_size = {tp_size}; start a multiple of "
+            f"{max(tp_size, 1)} ranks (mpirun -n N or torchrun --nproc-per-node N)"
+        )
+
+
+def _contiguous_mpi_group(tp_size: int) -> Group:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UBUnsupportedError(
+            "the ranks were started by an MPI launcher, but mpi4py or its MPI library is missing: "
+            f"pip install 'ub_dynamic[mpi]' ({error})"
+        ) from error
+    world, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
+    _check_world(world, tp_size)
+    first = rank // tp_size * tp_size
+    comm = MPI.COMM_WORLD.Split(color=first, key=rank)
+    return MPIGroup(comm, range(first, first + tp_size))
+
+
+def _contiguous_torch_group(tp_size: int) -> Group:
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=setup_timeout_s())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timeout)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    _check_world(world, tp_size)
+    mine = None
+    for first in range(0, world, tp_size):
+        members = range(first, first + tp_size)
+        group = dist.new_group(list(members), backend="gloo", timeout=timeout)  # every rank makes every group
+        if rank in members:
+            mine = group
+    return TorchGroup(mine)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process-wide manager behind TE's own names: ``initialize_ub``, ``set_ub_active_shape`` and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from .backends.protocol import Backend
+from .board import RankBoard
+from .errors import UBStateError, UBUnsupportedError
+from .groups import Group, tensor_parallel_group
+from .manager import Check, Manager, Microbatch, ShapeReport
+from .shapes import Shape, parse_shape
+
+Output = TypeVar("Output")
+BackendName = Literal["auto", "te", "host"]
+
+_manager: Manager | None = None
+
+
+def initialize_ub(
+    shape: Iterable[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: list[Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Any = None,
+    bootstrap_backend: str | None = None,
+    with_cublasmp: bool = False,
+    *,
+    backend: BackendName = "auto",
+    tp_group: Any = None,
+    check: Check = "deferred",
+    guard: bool = True,
+    auto: bool = False,
+    timeout: float | None = None,
+) -> Manager:
+    """Register the communicators of tensor-parallel overlap once, at capacity ``shape`` = ``[T_cap, H]``.
+
+    The positional arguments are those of ``transformer_engine.pytorch.initialize_ub``. ``backend``: ``"te"``
+    for Transformer Engine's UserBuffers on GPUs, ``"host"`` for CPU communicators, ``"auto"`` takes TE where
+    CUDA and TE are, else the host. ``tp_group``: an mpi4py communicator or torch.distributed process group of
+    ``tp_size`` ranks; by default contiguous ranks. ``check``, ``guard``, ``auto``: see
+    :class:`~ub_dynamic.manager.Manager`. ``timeout``: seconds that a strict check waits
+    (default: environment variable ``UB_DYNAMIC_TIMEOUT``, or 20).
+
+    Every rank calls it. Raises :class:`UBStateError` if it is initialised already, the :class:`UBShapeError`
+    family for a capacity that some communicator could not take, :class:`UBUnsupportedError` with what to
+    install otherwise. After an error everything is as before the call.
+    """
+    global _manager
+    if _manager is not None:
+        raise UBStateError("UserBuffers are already initialised; call destroy_ub first")
+    capacity = parse_shape(shape, "capacity shape")
+    chosen = choose_backend(backend)
+    made: Backend | None = None
+    try:
+        if chosen == "te":
+            group, made = _create_te(
+                capacity, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp, tp_group
+            )
+        else:
+            group, made = _create_host(
+                capacity, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp, tp_group
+            )
+        board = RankBoard(group) if check != "never" and group.size > 1 else None
+        if chosen == "host" and made is not None and hasattr(made, "watch"):
+            made.watch(board)
+        _manager = Manager(made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout)
+    except BaseException:
+        if made is not None:
+            made.destroy()
+        raise
+    return _manager
+
+
+def choose_backend(backend: BackendName) -> Literal["te", "host"]:
+    """``"auto"`` resolved: TE where CUDA and TE are, else the host."""
+    if backend == "auto":
+        return "te" if torch.cuda.is_available() and find_spec("transformer_engine") else "host"
+    if backend not in ("te", "host"):
+        raise UBUnsupportedError(f'backend = {backend!r}: it is "auto", "te" or "host"')
+    return backend
+
+
+def _create_host(
+    capacity: Shape,
+    tp_size: int,
+    use_fp8: bool,
+    quantization_modes: list[Any] | None,
+    dtype: torch.dtype,
+    ub_cfgs: Any,
+    bootstrap_backend: str | None,
+    with_cublasmp: bool,
+    tp_group: Any,
+) -> tuple[Group, Backend]:
+    from .backends.host import create_host_backend
+
+    if use_fp8 or quantization_modes or with_cublasmp:
+        raise UBUnsupportedError("the host backend has neither FP8 quantisation nor cuBLASMp; it takes float32 and bfloat16")
+    if ub_cfgs is not None and not isinstance(ub_cfgs, Mapping):
+        raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
+    group = tensor_parallel_group(tp_size, tp_group, bootstrap_backend)
+    return group, create_host_backend(capacity, tp_size, dtype, ub_cfgs, group)
+
+
+def _create_te(*args: Any) -> tuple[Group, Backend]:
+    from .backends.te import create_te_backend
+
+    return create_te_backend(*args)
+
+
+def manager() -> Manager:
+    """The process-wide manager; :class:`UBStateError` before :func:`initialize_ub` and after :func:`destroy_ub`."""
+    if _manager is None:
+        raise UBStateError("UserBuffers are not initialised: call initialize_ub first")
+    return _manager
+
+
+def is_ub_initialized() -> bool:
+    """Whether :func:`initialize_ub` was called and :func:`destroy_ub` was not."""
+    return _manager is not None
+
+
+def destroy_ub() -> None:
+    """Release all communicators, on all ranks together. A second call does nothing."""
+    global _manager
+    if _manager is None:
+        return
+    ending, _manager = _manager, None
+    ending.destroy()
+
+
+def set_ub_active_shape(shape: Iterable[int], *, names: Iterable[str] | None = None) -> ShapeReport:
+    """Make ``shape`` = ``[T, H]`` the active shape: see :meth:`Manager.set_active_shape`."""
+    if _manager is None:
+        manager()
+    return _manager.set_active_shape(shape, names)  # type: ignore[union-attr]
+
+
+def reset_ub_active_shape() -> ShapeReport:
+    """Back to capacity."""
+    return manager().reset_active_shape()
+
+
+def get_ub_active_shape() -> Shape:
+    """The active shape ``(T, H)``."""
+    return manager().active
+
+
+def get_ub_capacity_shape() -> Shape:
+    """The registered shape ``(T_cap, H)``."""
+    return manager().capacity
+
+
+def active_shape(shape: Iterable[int]) -> AbstractContextManager[ShapeReport]:
+    """``with active_shape([T, H]):`` see :meth:`Manager.active_shape`."""
+    return manager().active_shape(shape)
+
+
+def microbatch(batch: Any) -> AbstractContextManager[Microbatch]:
+    """``with microbatch(batch_or_T) as mb:`` see :meth:`Manager.microbatch`."""
+    return manager().microbatch(batch)
+
+
+def bind_backward(output: Output, shape: Iterable[int]) -> Output:
+    """Set ``shape`` when the backward of ``output`` starts: see :meth:`Manager.bind_backward`."""
+    return manager().bind_backward(output, shape)
+
+
+def token_multiple() -> int:
+    """T must be a multiple of this."""
+    return manager().token_multiple()
+
+
+def round_up_tokens(tokens: int) -> int:
+    """The smallest valid T that holds ``tokens``."""
+    return manager().round_up_tokens(tokens)
+
+
+def max_tokens() -> int:
+    """The largest valid T."""
+    return manager().max_tokens()
+
+
+def set_buffer_active_shape(communicator: Any, shape: Iterable[int]) -> None:
+    """One communicator, by object or by name: see :meth:`Manager.set_buffer_active_shape`."""
+    manager().set_buffer_active_shape(_name_of(communicator), shape)
+
+
+def get_buffer_active_shape(communicator: Any) -> Shape:
+    """The active shape ``(T, H)`` of one communicator, by object or by name."""
+    return manager().buffer_active_shape(_name_of(communicator))
+
+
+def get_buffer_capacity_shape(communicator: Any) -> Shape:
+    """The registered shape ``(T_cap, H)`` of one communicator, by object or by name."""
+    manager().buffer_active_shape(_name_of(communicator))
+    return manager().capacity
+
+
+def _name_of(communicator: Any) -> str:
+    if isinstance(communicator, str):
+        return communicator
+    name = manager().backend.find(communicator)
+    if name is None:
+        raise UBStateError(f"{communicator!r} is no communicator of this initialize_ub")
+    return name

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One capacity, one active shape, many communicators: validate all, then apply all, or change nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from .backends.protocol import Backend
+from .board import RankBoard
+from .errors import UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
+from .rules import TokenRule, check_tokens, combine, token_rule
+from .shapes import Shape, parse_shape
+
+Check = Literal["deferred", "strict", "never"]
+Output = TypeVar("Output")
+
+
+class ShapeReport(NamedTuple):
+    """What a call did: the active shape, the communicators that follow it, and the others with the reason."""
+
+    shape: Shape
+    updated: tuple[str, ...]
+    skipped: MappingProxyType[str, str]
+
+
+class Microbatch:
+    """The handle of :meth:`Manager.microbatch`: ``tokens``, ``shape``, and the binding of the backward."""
+
+    def __init__(self, manager: Manager, shape: Shape) -> None:
+        self._manager = manager
+        self.shape = shape
+        self.tokens = shape[0]
+
+    def bind_backward(self, output: Output) -> Output:
+        """Let the backward of ``output`` (a tensor, or tensors in a list, tuple or dict) see this microbatch's T."""
+        return self._manager.bind_backward(output, self.shape)
+
+
+class Manager:
+    """The active shape of one process.
+
+    ``capacity``: ``(T_cap, H)``, registered once. ``check``: how TP ranks are compared, ``"deferred"``
+    (never waits), ``"strict"`` (waits for every rank at each change) or ``"never"``. ``guard``: an operand
+    whose rows differ from the active shape raises before it is enqueued. ``auto``: such an operand sets the
+    active shape instead, so that no call is needed at all.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        capacity: Shape,
+        *,
+        board: RankBoard | None = None,
+        check: Check = "deferred",
+        guard: bool = True,
+        auto: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        if check not in ("deferred", "strict", "never"):
+            raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
+        if check != "never" and board is None and any(spec.tp > 1 for spec in backend.specs.values()):
+            raise UBStateError(f"check = {check!r} compares TP ranks on a rank board, and there is none")
+        for spec in backend.specs.values():
+            check_tokens(spec, capacity[0])
+        self.backend = backend
+        self.capacity = capacity
+        self.check: Check = check
+        self.guard, self.auto = guard, auto
+        self._board = None if check == "never" else board
+        self._strict = check == "strict"
+        self._timeout_s = timeout_s
+        self._rule = combine((token_rule(spec) for spec in backend.specs.values()), capacity[0])
+        self._hidden = capacity[1]
+        self._tokens = capacity[0]
+        self._single: dict[str, int] = {}  # communicators set apart from the others
+        self._lock = threading.RLock()
+        self._updated = tuple(backend.specs)
+        self._skipped = MappingProxyType(dict(backend.skipped))
+        if guard or auto:
+            backend.connect(self._on_operand)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> Shape:
+        """The active shape ``(T, H)``."""
+        return self._tokens, self._hidden
+
+    def buffer_active_shape(self, name: str) -> Shape:
+        """The active shape ``(T, H)`` of one communicator; one that does not follow stays at capacity."""
+        if name in self._skipped:
+            return self.capacity
+        self._spec(name)
+        return self._single.get(name, self._tokens), self._hidden
+
+    def token_multiple(self) -> int:
+        """T must be a multiple of this (``tp`` for every usual H)."""
+        return self._rule.multiple
+
+    def round_up_tokens(self, tokens: int) -> int:
+        """The smallest valid T that holds ``tokens``; :class:`UBCapacityError` beyond :meth:`max_tokens`."""
+        return self._rule.round_up(tokens)
+
+    def max_tokens(self) -> int:
+        """The largest valid T."""
+        return self._rule.maximum
+
+    # -- changing --------------------------------------------------------------------------------------------
+
+    def set_active_shape(self, shape: Iterable[int], names: Iterable[str] | None = None) -> ShapeReport:
+        """Make ``shape`` = ``[T, H]`` the active shape of every communicator (or of those named).
+
+        Host only: no device call, no allocation, no synchronisation. The same shape again returns at once.
+
+        Raises :class:`UBShapeError`, :class:`UBCapacityError` or :class:`UBAlignmentError` for a shape that
+        some communicator could not take, :class:`UBStateError` during capture or in the middle of an overlap,
+        :class:`UBRankMismatchError` where the TP ranks disagree. Nothing is changed then.
+        """
+        tokens, hidden = shape if type(shape) in _PLAIN and len(shape) == 2 else parse_shape(shape)  # type: ignore[arg-type, misc]
+        if type(tokens) is not int or hidden != self._hidden or type(hidden) is not int:
+            tokens, hidden = self._checked(shape)
+        if names is not None:
+            return self._set_named(tokens, names)
+        with self._lock:
+            if tokens != self._tokens or self._single:
+                self._change(tokens)
+        return ShapeReport((tokens, hidden), self._updated, self._skipped)
+
+    def reset_active_shape(self) -> ShapeReport:
+        """Back to capacity."""
+        return self.set_active_shape(self.capacity)
+
+    def set_buffer_active_shape(self, name: str, shape: Iterable[int]) -> None:
+        """Give one communicator another active shape than the others; :meth:`set_active_shape` ends that.
+
+        Raises what :meth:`set_active_shape` raises, and :class:`UBUnsupportedError` with the reason for a
+        communicator that stays at capacity.
+        """
+        tokens, _ = self._checked(shape)
+        self._set_named(tokens, [name])
+
+    @contextmanager
+    def active_shape(self, shape: Iterable[int]) -> Iterator[ShapeReport]:
+        """``with active_shape([T, H]):`` restores the previous shape at the end, after exceptions too."""
+        before = self.active
+        report = self.set_active_shape(shape)
+        try:
+            yield report
+        finally:
+            self.set_active_shape(before)
+
+    @contextmanager
+    def microbatch(self, batch: Any) -> Iterator[Microbatch]:
+        """The active shape of one microbatch, in its forward and in its backward.
+
+        ``batch``: T, or a :class:`~ub_dynamic.packing.PackedBatch` (:func:`tokens_of` says which T). Pipeline
+        schedules run forward i + 1 before backward i, so bind the output::
+
+            with manager.microbatch(batch) as mb:
+                loss = mb.bind_backward(model(tokens))
+            loss.backward()  # at any later time, whatever the active shape is by then
+        """
+        handle = Microbatch(self, self._checked((tokens_of(batch), self._hidden)))
+        with self.active_shape(handle.shape):
+            yield handle
+
+    def bind_backward(self, output: Output, shape: Iterable[int]) -> Output:
+        """Set ``shape`` when the backward of ``output`` starts; returns ``output`` itself, not a view of it.
+
+        A pre-hook on the autograd node keeps the tensor what it is: an identity autograd Function would return
+        a view, which Megatron's pipeline schedules refuse to deallocate. Recomputation runs inside that backward
+        and sees the shape too. Tensors without a gradient are left alone.
+        """
+        checked = self._checked(shape)
+
+        def set_shape(_: object) -> None:
+            self.set_active_shape(checked)
+
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(set_shape)
+        return output
+
+    def destroy(self) -> None:
+        """Release the communicators, on all ranks together; a disagreement that nobody saw yet is raised at the end."""
+        self.backend.connect(None)
+        try:
+            if self._board is not None:
+                self._board.final_check()
+        finally:
+            self.backend.destroy()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _checked(self, shape: Any) -> Shape:
+        tokens, hidden = parse_shape(shape)
+        if hidden != self._hidden:
+            raise UBShapeError(f"shape [{tokens}, {hidden}]: hidden size is fixed at init: H = {self._hidden}")
+        return tokens, hidden
+
+    def _change(self, tokens: int) -> None:
+        if not self._rule.accepts(tokens):
+            self._refuse(tokens)
+        if busy := self.backend.busy():
+            raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+        if self._board is not None:
+            self._board.publish(tokens)
+            if self._strict:
+                self._board.wait_for_all(self._timeout_s)
+            else:
+                self._board.check()
+        self.backend.apply(tokens)
+        self._tokens = tokens
+        if self._single:
+            self._single = {}
+
+    def _refuse(self, tokens: int) -> None:
+        """Raise the error that fits: that of the first communicator that cannot take T."""
+        if tokens < 1:
+            parse_shape((tokens, self._hidden))
+        if tokens > self.capacity[0]:
+            smallest = min(self.backend.specs.values(), key=lambda spec: spec.capacity[0], default=None)
+            name = f" of communicator {smallest.name}" if smallest else ""
+            raise UBCapacityError(f"T = {tokens} tokens exceed the capacity of {self.capacity[0]} tokens{name}")
+        valid = _valid_neighbour(self._rule, tokens)
+        for spec in self.backend.specs.values():
+            try:
+                check_tokens(spec, tokens)
+            except UBShapeError as error:
+                raise type(error)(f"{error} (for all communicators together: {valid})") from None
+        raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
+
+    def _set_named(self, tokens: int, names: Iterable[str]) -> ShapeReport:
+        chosen = tuple(names)
+        for name in chosen:
+            check_tokens(self._spec(name), tokens)
+        with self._lock:
+            if busy := self.backend.busy():
+                raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+            for name in chosen:
+                self.backend.apply_one(name, tokens)
+                self._single[name] = tokens
+        return ShapeReport((tokens, self._hidden), chosen, self._skipped)
+
+    def _spec(self, name: str) -> Any:
+        if name in self._skipped:
+            raise UBUnsupportedError(f"communicator {name} stays at capacity {list(self.capacity)}: {self._skipped[name]}")
+        try:
+            return self.backend.specs[name]
+        except KeyError:
+            raise UBStateError(f"no communicator {name!r}; known are {', '.join(self.backend.specs)}") from None
+
+    def _on_operand(self, name: str, tokens: int) -> None:
+        expected = self._single.get(name, self._tokens) if self._single else self._tokens
+        if tokens == expected:
+            return
+        if self.auto:
+            self.set_active_shape((tokens, self._hidden))
+            return
+        raise UBShapeError(
+            f"{name}: the microbatch has {tokens} tokens, the active shape is {expected} tokens; "
+            f"call set_ub_active_shape([{tokens}, {self._hidden}]) first"
+        )
+
+
+_PLAIN = (list, tuple)
+
+
+def tokens_of(batch: Any) -> Any:
+    """T on the TP group: a packed batch's ``local_tokens`` (its share of context parallelism), its
+    ``total_tokens`` where it has only that, or the number itself."""
+    return getattr(batch, "local_tokens", getattr(batch, "total_tokens", batch))
+
+
+def _valid_neighbour(rule: TokenRule, tokens: int) -> str:
+    try:
+        return f"the next valid T is {rule.round_up(tokens)}"
+    except UBCapacityError:
+        return f"the largest valid T is {rule.maximum}"
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+
+
