@@ -58,19 +58,19 @@ def initialize_ub(
         raise UBStateError("UserBuffers are already initialised; call destroy_ub first")
     capacity = parse_shape(shape, "capacity shape")
     chosen = choose_backend(backend)
+    te = chosen == "te"
+    group = tensor_parallel_group(tp_size, None if te else tp_group, "gloo" if te else bootstrap_backend)
+    board = RankBoard(group) if check != "never" and group.size > 1 else None
     made: Backend | None = None
     try:
-        if chosen == "te":
-            group, made = _create_te(
-                capacity, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp, tp_group
+        if te:
+            made = _create_te(
+                capacity, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp, group
             )
         else:
-            group, made = _create_host(
-                capacity, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp, tp_group
-            )
-        board = RankBoard(group) if check != "never" and group.size > 1 else None
-        if chosen == "host" and made is not None and hasattr(made, "watch"):
-            made.watch(board)
+            if use_fp8 or quantization_modes or with_cublasmp:
+                raise UBUnsupportedError("the host backend takes float32 and bfloat16; FP8 modes and cuBLASMp need TE")
+            made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board)
         _manager = Manager(made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout)
     except BaseException:
         if made is not None:
@@ -89,27 +89,16 @@ def choose_backend(backend: BackendName) -> Literal["te", "host"]:
 
 
 def _create_host(
-    capacity: Shape,
-    tp_size: int,
-    use_fp8: bool,
-    quantization_modes: list[Any] | None,
-    dtype: torch.dtype,
-    ub_cfgs: Any,
-    bootstrap_backend: str | None,
-    with_cublasmp: bool,
-    tp_group: Any,
-) -> tuple[Group, Backend]:
+    capacity: Shape, tp_size: int, dtype: torch.dtype, ub_cfgs: Any, group: Group, board: RankBoard | None
+) -> Backend:
     from .backends.host import create_host_backend
 
-    if use_fp8 or quantization_modes or with_cublasmp:
-        raise UBUnsupportedError("the host backend has neither FP8 quantisation nor cuBLASMp; it takes float32 and bfloat16")
     if ub_cfgs is not None and not isinstance(ub_cfgs, Mapping):
         raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
-    group = tensor_parallel_group(tp_size, tp_group, bootstrap_backend)
-    return group, create_host_backend(capacity, tp_size, dtype, ub_cfgs, group)
+    return create_host_backend(capacity, tp_size, dtype, ub_cfgs, group, board)
 
 
-def _create_te(*args: Any) -> tuple[Group, Backend]:
+def _create_te(*args: Any) -> Backend:
     from .backends.te import create_te_backend
 
     return create_te_backend(*args)
