@@ -66,12 +66,12 @@ class RankBoard:
             common = words[base]
             if common > calls:
                 common = calls
-            if compared[rank] != common:
-                self._compare(rank, base, common)
             if calls - common >= self._slots:
                 raise UBRankMismatchError(
                     f"rank {self.members[rank]} is {calls - common} shape changes behind; it skips calls. {self.describe()}"
                 )
+            if compared[rank] != common:
+                self._compare(rank, base, common)
 
     def _compare(self, rank: int, base: int, common: int) -> None:
         # A record that is more than `slots` old was overwritten; check() bounds how far this rank lags behind us,

@@ -111,6 +111,13 @@ class Manager:
         """The largest valid T."""
         return self._rule.maximum
 
+    def check_shape(self, shape: Any) -> Shape:
+        """``shape`` as ``(T, H)`` if every communicator takes it; raises what :meth:`set_active_shape` raises."""
+        tokens, hidden = self._checked(shape)
+        if not self._rule.accepts(tokens):
+            self._refuse(tokens)
+        return tokens, hidden
+
     # -- changing --------------------------------------------------------------------------------------------
 
     def set_active_shape(self, shape: Iterable[int], names: Iterable[str] | None = None) -> ShapeReport:
@@ -166,7 +173,7 @@ class Manager:
                 loss = mb.bind_backward(model(tokens))
             loss.backward()  # at any later time, whatever the active shape is by then
         """
-        handle = Microbatch(self, self._checked((tokens_of(batch), self._hidden)))
+        handle = Microbatch(self, self.check_shape((tokens_of(batch), self._hidden)))
         with self.active_shape(handle.shape):
             yield handle
 
@@ -177,7 +184,7 @@ class Manager:
         a view, which Megatron's pipeline schedules refuse to deallocate. Recomputation runs inside that backward
         and sees the shape too. Tensors without a gradient are left alone.
         """
-        checked = self._checked(shape)
+        checked = self.check_shape(shape)
 
         def set_shape(_: object) -> None:
             self.set_active_shape(checked)
@@ -207,8 +214,7 @@ class Manager:
     def _change(self, tokens: int) -> None:
         if not self._rule.accepts(tokens):
             self._refuse(tokens)
-        if busy := self.backend.busy():
-            raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+        self._refuse_while_busy(tokens)
         if self._board is not None:
             self._board.publish(tokens)
             if self._strict:
@@ -222,12 +228,9 @@ class Manager:
 
     def _refuse(self, tokens: int) -> None:
         """Raise the error that fits: that of the first communicator that cannot take T."""
-        if tokens < 1:
-            parse_shape((tokens, self._hidden))
-        if tokens > self.capacity[0]:
-            smallest = min(self.backend.specs.values(), key=lambda spec: spec.capacity[0], default=None)
-            name = f" of communicator {smallest.name}" if smallest else ""
-            raise UBCapacityError(f"T = {tokens} tokens exceed the capacity of {self.capacity[0]} tokens{name}")
+        parse_shape((tokens, self._hidden))
+        if not self.backend.specs:
+            raise UBCapacityError(f"T = {tokens} tokens exceed the capacity of {self.capacity[0]} tokens")
         valid = _valid_neighbour(self._rule, tokens)
         for spec in self.backend.specs.values():
             try:
@@ -236,13 +239,16 @@ class Manager:
                 raise type(error)(f"{error} (for all communicators together: {valid})") from None
         raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
 
+    def _refuse_while_busy(self, tokens: int) -> None:
+        if busy := self.backend.busy():
+            raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+
     def _set_named(self, tokens: int, names: Iterable[str]) -> ShapeReport:
         chosen = tuple(names)
         for name in chosen:
             check_tokens(self._spec(name), tokens)
         with self._lock:
-            if busy := self.backend.busy():
-                raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+            self._refuse_while_busy(tokens)
             for name in chosen:
                 self.backend.apply_one(name, tokens)
                 self._single[name] = tokens

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backend that records what the manager does to it."""
+
+from __future__ import annotations
+
+import torch
+
+from ub_dynamic.backends.names import resolve_specs
+from ub_dynamic.backends.protocol import OnOperand
+
+
+class FakeBackend:
+    name = "fake"
+
+    def __init__(self, capacity: tuple[int, int] = (128, 64), tp: int = 4, **cfgs: dict[str, object]) -> None:
+        made = resolve_specs(capacity, tp, torch.bfloat16, cfgs)
+        self.specs = {spec.name: spec for spec in made if spec.method != "external"}
+        self.skipped = {spec.name: "external communicators have no chunks" for spec in made if spec.method == "external"}
+        self.calls: list[object] = []
+        self.why_busy: str | None = None
+        self.on_operand: OnOperand | None = None
+        self.objects = {name: object() for name in self.specs}
+
+    def apply(self, tokens: int) -> None:
+        self.calls.append(tokens)
+
+    def apply_one(self, name: str, tokens: int) -> None:
+        self.calls.append((name, tokens))
+
+    def busy(self) -> str | None:
+        return self.why_busy
+
+    def find(self, communicator: object) -> str | None:
+        return next((name for name, made in self.objects.items() if made is communicator), None)
+
+    def connect(self, on_operand: OnOperand | None) -> None:
+        self.on_operand = on_operand
+
+    def destroy(self) -> None:
+        self.calls.append("destroy")

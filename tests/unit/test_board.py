@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank board between threads that play ranks: what is found, when, and what its text says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ub_dynamic.board import RankBoard
+from ub_dynamic.errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
+
+
+class ThreadGroup:
+    """Threads of one process as ranks."""
+
+    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.members = rank, size, tuple(range(10, 10 + size))
+        self._values, self._barrier = board, barrier
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(20)
+        values = list(self._values)
+        self._barrier.wait(20)
+        return values
+
+    def barrier(self, what: str) -> None:
+        self._barrier.wait(20)
+
+
+def on_threads(size: int, function: Any) -> list[Any]:
+    values: list[Any] = [None] * size
+    results: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadGroup(rank, size, values, barrier))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def boards(size: int = 3, slots: int = 8) -> list[RankBoard]:
+    made: list[RankBoard] = on_threads(size, lambda group: RankBoard(group, slots))
+    assert all(isinstance(board, RankBoard) for board in made), made
+    return made
+
+
+def test_agreement_is_silent_and_nobody_waits() -> None:
+    first, second, third = boards()
+    for tokens in range(1, 30):
+        for board in (first, second, third):
+            board.publish(tokens)
+            board.check()
+
+
+def test_a_difference_is_found_by_whoever_comes_later_and_then_by_all() -> None:
+    first, second, third = boards()
+    first.publish(64)
+    first.check()
+    second.publish(32)
+    with pytest.raises(UBRankMismatchError, match="shape change 1: rank 10: T = 64; rank 11: T = 32; rank 12: 0 changes"):
+        second.check()
+    with pytest.raises(UBRankMismatchError, match="rank 10: T = 64; rank 11: T = 32"):
+        first.check()
+    third.publish(64)
+    with pytest.raises(UBRankMismatchError, match="rank 10: T = 64; rank 11: T = 32; rank 12: T = 64"):
+        third.check()
+
+
+def test_a_skipped_call_shows_as_a_difference() -> None:
+    first, second = boards(2)
+    for tokens in (8, 16, 24):
+        first.publish(tokens)
+    for tokens in (8, 24):
+        second.publish(tokens)
+    with pytest.raises(UBRankMismatchError, match="shape change 2.*T = 16.*T = 24.*skipped a call"):
+        second.check()
+
+
+def test_a_rank_that_is_left_behind_is_named_by_both_sides() -> None:
+    first, second = boards(2, slots=8)
+    second.publish(4)
+    for _ in range(9):
+        first.publish(4)
+    with pytest.raises(UBRankMismatchError, match="rank 11 is 8 shape changes behind"):
+        first.check()
+    for _ in range(20):
+        first.publish(4)
+    second.publish(4)
+    with pytest.raises(UBRankMismatchError, match="behind rank 10"):
+        second.check()
+
+
+def test_records_wrap_around() -> None:
+    first, second = boards(2, slots=8)
+    for tokens in range(1, 100):
+        first.publish(tokens)
+        first.check()
+        second.publish(tokens)
+        second.check()
+
+
+def test_the_strict_wait_returns_when_all_have_come() -> None:
+    def run(group: ThreadGroup) -> int:
+        board = RankBoard(group)
+        for tokens in (8, 16, 8):
+            board.publish(tokens)
+            board.wait_for_all(20)
+        return board.calls
+
+    assert on_threads(3, run) == [3, 3, 3]
+
+
+def test_the_strict_wait_names_who_is_missing() -> None:
+    first, second, _ = boards()
+    first.publish(8)
+    second.publish(8)
+    with pytest.raises(UBTimeoutError, match=r"waited 0.05 s for rank\(s\) \[12\] to make shape change 1"):
+        first.wait_for_all(0.05)
+
+
+def test_the_final_check_compares_the_number_of_changes() -> None:
+    def run(group: ThreadGroup) -> None:
+        board = RankBoard(group)
+        for _ in range(2 if group.rank else 1):
+            board.publish(8)
+        board.final_check()
+
+    results = on_threads(2, run)
+    assert all(isinstance(result, UBRankMismatchError) for result in results)
+    assert all("rank 10: T = 8 (change 1); rank 11: T = 8 (change 2)" in str(result) for result in results)
+
+
+def test_no_file_is_left_while_the_board_is_open() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("no /dev/shm here")
+    made = boards()
+    assert made and not list(shared.glob("ub_dynamic_*"))
+
+
+def test_ranks_on_several_hosts_cannot_share_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["a", "b"])
+    monkeypatch.setattr("ub_dynamic.board.socket.gethostname", lambda: next(names))
+    results = on_threads(2, RankBoard)
+    assert all(isinstance(result, UBUnsupportedError) and 'check="never"' in str(result) for result in results)
+
+
+def test_dead_ranks_are_seen() -> None:
+    first, second = boards(2)
+    assert first.dead_ranks() == []
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    second._words[second._own + 1] = child.pid
+    assert first.dead_ranks() == []
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: ended, not collected
+    assert first.dead_ranks() == [11]
+    child.wait()
+    assert first.dead_ranks() == [11]
