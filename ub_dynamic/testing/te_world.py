@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a TE run: its device, its process groups, and the stock UserBuffers of one exact shape."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from .one_gpu import device
+
+POISON = 0xFF  # every byte: NaN in bfloat16, E4M3 and E5M2
+# TE's fused attention has a backward that is not deterministic; two runs then differ without any
+# communication.
+_DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_TORCH_COMPILE": "0", "PYTORCH_JIT": "0"}
+
+
+@dataclass(frozen=True)
+class World:
+    """``tp_group`` is NCCL, for TE's layers; ``control`` is gloo, for barriers and small objects."""
+
+    rank: int
+    size: int
+    device: torch.device
+    tp_group: Any
+    control: Any
+
+    def barrier(self) -> None:
+        """All ranks, with everything done on every device."""
+        torch.cuda.synchronize()
+        dist.barrier(self.control)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small ``value``, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+@contextlib.contextmanager
+def te_world(timeout_s: float = 120.0) -> Iterator[World]:
+    """Join the ranks that :mod:`ub_dynamic.testing.one_gpu` or torchrun started; the TP group is the whole
+    world.
+    """
+    for name, value in _DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    here = torch.device(device())
+    torch.cuda.set_device(here)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl", timeout=limit)
+    try:
+        control = dist.new_group(backend="gloo", timeout=limit)
+        yield World(dist.get_rank(), dist.get_world_size(), here, dist.group.WORLD, control)
+    finally:
+        torch.cuda.synchronize()
+        dist.destroy_process_group()
+
+
+def quantization_modes(names: Sequence[str]) -> list[Any]:
+    """TE's ``UserBufferQuantizationMode`` members, by the names ``"none"`` and ``"fp8"``."""
+    import transformer_engine.pytorch as te
+
+    return [getattr(te.UserBufferQuantizationMode, name.upper()) for name in names]
+
+
+@contextlib.contextmanager
+def stock_userbuffers(
+    world: World,
+    shape: Sequence[int],
+    modes: Sequence[str] = ("none",),
+    ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[None]:
+    """TE's own UserBuffers, made for exactly ``shape`` by TE's own function: the reference of every
+    comparison.
+
+    TE makes a new group of the whole world each time and never ends it; it is given the control group
+    instead, so that hundreds of shapes can be tried in one process.
+    """
+    import transformer_engine.pytorch.module.base as base
+
+    cfgs = None if ub_cfgs is None else [dict(ub_cfgs)] * len(modes)
+    with mock.patch.object(dist, "new_group", return_value=world.control):
+        base.initialize_ub(
+            list(shape),
+            world.size,
+            quantization_modes=quantization_modes(modes),
+            dtype=torch.bfloat16,
+            ub_cfgs=cfgs,
+            bootstrap_backend="gloo",
+        )
+    try:
+        yield
+    finally:
+        world.barrier()
+        base.destroy_ub()
+        gc.collect()  # a traceback may hold a communicator, which would then destroy the next ones
+        world.barrier()
+
+
+def communicators() -> dict[Any, Any]:
+    """TE's table of communicators. Keep no reference to a value: the first that dies destroys all of them."""
+    import transformer_engine.pytorch.module.base as base
+
+    return base._ub_communicators or {}
+
+
+def poison(world: World) -> None:
+    """Fill every registered buffer with NaN on every rank, its whole capacity; the active shape is capacity
+    then.
+    """
+    import ub_dynamic as ubd
+
+    world.barrier()
+    ubd.reset_ub_active_shape()
+    for key in list(communicators()):
+        communicators()[key].get_buffer().view(torch.uint8).fill_(POISON)
+    world.barrier()
