@@ -48,8 +48,8 @@ def copy_ints(device: torch.device, *arrays: Sequence[int]) -> tuple[torch.Tenso
     on_cuda = device.type == "cuda"
     if on_cuda and torch.cuda.is_current_stream_capturing():
         raise UBStateError(
-            "packed-batch metadata cannot be copied during CUDA graph capture: call the same method once before "
-            "the capture starts"
+            "packed-batch metadata cannot be copied during CUDA graph capture: call the same method once "
+            "before the capture starts"
         )
     flat: list[int] = []
     starts: list[int] = []
@@ -78,7 +78,8 @@ def host_list(tensor: torch.Tensor, what: str, allow_sync: bool = False) -> list
         if not allow_sync:
             raise UBUnsupportedError(
                 f"{what} is a tensor on {tensor.device}: reading it would wait for the device; keep the "
-                f"lengths on the host, or accept one synchronisation with from_cu_seqlens(..., allow_sync=True)"
+                f"lengths on the host, or accept one synchronisation with from_cu_seqlens(..., "
+                f"allow_sync=True)"
             )
         if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UBStateError(f"{what} on {tensor.device} cannot be read during CUDA graph capture")
