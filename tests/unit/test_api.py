@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process-wide API: wrong order of calls, bad arguments, and that a failed start leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_backend import FakeBackend
+
+import ub_dynamic as ub
+from ub_dynamic import api
+
+CALLS = {
+    "set": lambda: ub.set_ub_active_shape([64, 64]),
+    "reset": ub.reset_ub_active_shape,
+    "get active": ub.get_ub_active_shape,
+    "get capacity": ub.get_ub_capacity_shape,
+    "context": lambda: ub.active_shape([64, 64]),
+    "microbatch": lambda: ub.microbatch(64),
+    "bind": lambda: ub.bind_backward(torch.ones(1), [64, 64]),
+    "multiple": ub.token_multiple,
+    "round up": lambda: ub.round_up_tokens(3),
+    "max": ub.max_tokens,
+    "set one": lambda: ub.set_buffer_active_shape("fc1_fprop", [64, 64]),
+    "get one": lambda: ub.get_buffer_active_shape("fc1_fprop"),
+    "get capacity of one": lambda: ub.get_buffer_capacity_shape("fc1_fprop"),
+}
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
+    made = FakeBackend(tp=4)
+    monkeypatch.setattr(api, "_create_host", lambda *_: made)
+    monkeypatch.setattr(api, "tensor_parallel_group", lambda *_: type("Group", (), {"size": 4})())
+    yield made
+    ub.destroy_ub()
+
+
+def initialize(**options: Any) -> Any:
+    return ub.initialize_ub([128, 64], 4, backend="host", check="never", **options)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_before_and_after(call: str, backend: FakeBackend) -> None:
+    with pytest.raises(ub.UBStateError, match="call initialize_ub first"):
+        CALLS[call]()
+    initialize()
+    assert ub.is_ub_initialized()
+    CALLS[call]()
+    ub.destroy_ub()
+    assert not ub.is_ub_initialized()
+    with pytest.raises(ub.UBStateError, match="call initialize_ub first"):
+        CALLS[call]()
+
+
+def test_a_second_initialisation_is_refused_and_destroy_is_idempotent(backend: FakeBackend) -> None:
+    initialize()
+    with pytest.raises(ub.UBStateError, match="call destroy_ub first"):
+        initialize()
+    ub.destroy_ub()
+    ub.destroy_ub()
+    assert backend.calls == ["destroy"]
+    initialize()
+    assert ub.get_ub_active_shape() == ub.get_ub_capacity_shape() == (128, 64)
+
+
+def test_a_failure_after_the_backend_was_made_destroys_it(backend: FakeBackend) -> None:
+    with pytest.raises(ub.UBAlignmentError, match="T = 126"):
+        ub.initialize_ub([126, 64], 4, backend="host", check="never")
+    assert backend.calls == ["destroy"] and not ub.is_ub_initialized()
+    initialize()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "nccl"}, ["'nccl'", '"host"']),
+        ({"backend": "host", "use_fp8": True}, ["FP8", "float32 and bfloat16"]),
+        ({"backend": "host", "with_cublasmp": True}, ["cuBLASMp"]),
+    ],
+)
+def test_unsupported(options: dict[str, Any], words: list[str], backend: FakeBackend) -> None:
+    with pytest.raises(ub.UBUnsupportedError) as raised:
+        ub.initialize_ub([128, 64], 4, check="never", **options)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert not ub.is_ub_initialized()
+
+
+@pytest.mark.parametrize("shape", [[128], [128.0, 64], [0, 64], None])
+def test_a_bad_capacity_is_named(shape: Any, backend: FakeBackend) -> None:
+    with pytest.raises(ub.UBShapeError, match="capacity shape"):
+        ub.initialize_ub(shape, 4, backend="host", check="never")
+
+
+def test_a_world_that_does_not_fit() -> None:
+    with pytest.raises(ub.UBShapeError, match="world of 1 rank.*tp_size = 2.*mpirun -n N"):
+        ub.initialize_ub([128, 64], 2, backend="host")
+    assert not ub.is_ub_initialized()
+
+
+def test_auto_takes_the_host_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert api.choose_backend("auto") == "host"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(api, "find_spec", lambda name: object())
+    assert api.choose_backend("auto") == "te"
+
+
+def test_communicators_by_object_and_by_name(backend: FakeBackend) -> None:
+    initialize()
+    communicator = backend.objects["fc1_fprop"]
+    ub.set_buffer_active_shape(communicator, [64, 64])
+    assert ub.get_buffer_active_shape(communicator) == ub.get_buffer_active_shape("fc1_fprop") == (64, 64)
+    assert ub.get_buffer_capacity_shape(communicator) == (128, 64)
+    assert ub.get_ub_active_shape() == (128, 64)
+    with pytest.raises(ub.UBStateError, match="no communicator of this initialize_ub"):
+        ub.get_buffer_active_shape(object())
+
+
+def test_the_whole_way(backend: FakeBackend) -> None:
+    initialize()
+    assert (ub.token_multiple(), ub.max_tokens(), ub.round_up_tokens(3)) == (4, 128, 4)
+    with ub.microbatch(64) as mb:
+        assert ub.get_ub_active_shape() == mb.shape == (64, 64)
+        output = mb.bind_backward(torch.ones(1, requires_grad=True) * 2)
+    with ub.active_shape([32, 64]):
+        output.backward()
+        assert ub.get_ub_active_shape() == (64, 64)
+    assert ub.reset_ub_active_shape().shape == (128, 64)
