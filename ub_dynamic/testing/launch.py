@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a program on several ranks, wait for it with a timeout, and leave no process behind.
 
-Works with MPICH, Open MPI and torchrun. MPICH's Hydra gives every rank a session of its own, so a process group is not
-enough to find them all; each run is marked by an environment variable instead, and whoever carries it is ended.
+Works with MPICH, Open MPI and torchrun. MPICH's Hydra gives every rank a session of its own, so a process
+group is not enough to find them all; each run is marked instead (`marked.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from .marked import kill_marked, marked_pids, new_mark
+
 Launcher = Literal["mpirun", "torchrun"]
 
-_RUN_ID = "UB_DYNAMIC_RUN_ID"
-
-# Open MPI refuses root and more ranks than cores by default; spinning ranks starve each other when cores are shared.
+# Open MPI refuses root and more ranks than cores by default; ranks that spin starve each other on few cores.
 _OPEN_MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -39,7 +36,7 @@ _OPEN_MPI_ENV = {
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a run ended. `leftover` are processes that outlived the launcher (they are ended before this is returned)."""
+    """How a run ended. `leftover`: processes that outlived the launcher (ended before this is returned)."""
 
     command: tuple[str, ...]
     returncode: int
@@ -50,13 +47,14 @@ class RankResult:
     leftover: tuple[int, ...] = ()
 
     def check(self) -> RankResult:
-        """Return self when the run exited 0 within its time, else raise AssertionError with the end of its output."""
+        """Return self when the run exited 0 in time, else raise AssertionError with the end of its output."""
         if self.returncode == 0 and not self.timed_out:
             return self
         how = f"timed out after {self.seconds:.0f} s" if self.timed_out else f"exited {self.returncode}"
         raise AssertionError(
             f"{' '.join(self.command)}\n{how}\n"
-            f"--- stdout, last 20 lines\n{tail(self.stdout, 20)}\n--- stderr, last 40 lines\n{tail(self.stderr, 40)}"
+            f"--- stdout, last 20 lines\n{tail(self.stdout, 20)}\n"
+            f"--- stderr, last 40 lines\n{tail(self.stderr, 40)}"
         )
 
 
@@ -71,10 +69,10 @@ def run_ranks(
     keep_survivors: bool = False,
     cwd: str | Path | None = None,
 ) -> RankResult:
-    """Run `program` (a .py file, or a module name) on n ranks of this Python and wait at most `timeout` seconds.
+    """Run `program` (a .py file or a module name) on n ranks of this Python; wait at most `timeout` seconds.
 
-    `env` is added to this process's environment. With `keep_survivors` the launcher does not end the other ranks when
-    one dies, so that a test can see what they do by themselves.
+    `env` is added to this process's environment. With `keep_survivors` the launcher does not end the other
+    ranks when one dies, so that a test can see what they do by themselves.
     """
     with start_ranks(
         program, n, args, env=env, launcher=launcher, keep_survivors=keep_survivors, cwd=cwd
@@ -92,7 +90,7 @@ def start_ranks(
     keep_survivors: bool = False,
     cwd: str | Path | None = None,
 ) -> RankRun:
-    """As `run_ranks`, but return at once; use as a context manager, whose end ends every process of the run."""
+    """As `run_ranks`, but return at once: a context manager whose end ends every process of the run."""
     target = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
     command = [*launch_command(launcher, n, keep_survivors), *target, *args]
     return RankRun(command, {**launch_env(launcher), **(env or {})}, cwd)
@@ -103,12 +101,12 @@ class RankRun:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | Path | None) -> None:
         self.command = tuple(command)
-        self._token = uuid.uuid4().hex
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.mark = new_mark()
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._start = time.monotonic()
         self._process = subprocess.Popen(
             self.command,
-            env={**os.environ, **env, _RUN_ID: self._token},
+            env={**os.environ, **env, **self.mark},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._out,
@@ -120,6 +118,9 @@ class RankRun:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.kill()
         self._out.close()
         self._err.close()
@@ -127,11 +128,6 @@ class RankRun:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
-
-    def pids(self) -> tuple[int, ...]:
-        """Every live process of the run: launcher, proxies, ranks and what they started."""
-        mark = f"{_RUN_ID}={self._token}".encode()
-        return tuple(pid for pid in _all_pids() if mark in _environ(pid))
 
     def stdout(self) -> str:
         return _text(self._out.fileno())
@@ -153,26 +149,14 @@ class RankRun:
         )
 
     def kill(self) -> None:
-        """End every process of the run: first by asking the launcher, which ends its ranks in order, then for good."""
-        if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(3)
-        for _ in range(50):  # again, for what was being started in the meantime
-            alive = self.pids()
-            if not alive:
-                break
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        """End every process of the run: launcher, proxies, ranks and what they started."""
+        kill_marked(self.mark)
         self._process.wait()
 
     def _outlived(self) -> tuple[int, ...]:
-        """What is still there a second after the launcher ended (the kernel needs a moment for those just ended)."""
+        """What is still there a second after the launcher ended (a process needs a moment to go)."""
         for _ in range(20):
-            if not (alive := self.pids()):
+            if not (alive := marked_pids(self.mark)):
                 break
             time.sleep(0.05)
         return alive
@@ -193,8 +177,8 @@ def launch_command(launcher: Launcher, n: int, keep_survivors: bool = False) -> 
 
 
 def launch_env(launcher: Launcher) -> dict[str, str]:
-    """What a run needs beside the caller's environment: the ub_dynamic of this process, and unless the caller has set
-    them, one thread a rank and Open MPI's permissions."""
+    """What a run needs beside the caller's environment: the ub_dynamic of this process and, unless the caller
+    has set them, one thread a rank and Open MPI's permissions."""
     wanted = {"OMP_NUM_THREADS": "1"}
     if launcher == "mpirun" and mpi_flavor(find_mpirun()) == "openmpi":
         wanted |= _OPEN_MPI_ENV
@@ -235,18 +219,6 @@ def mpi_flavor(mpirun: str | None) -> Literal["mpich", "openmpi", "unknown"]:
 
 def tail(text: str, lines: int) -> str:
     return "\n".join(text.splitlines()[-lines:])
-
-
-def _all_pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def _environ(pid: int) -> bytes:
-    """The environment a process was started with; empty for one that is gone, a zombie, or another user's."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
 
 
 def _text(fd: int) -> str:
