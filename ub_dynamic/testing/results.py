@@ -46,7 +46,7 @@ def write_result(
 ) -> Path:
     """Write `<folder>/<name>.json` and return its path; call it on one rank.
 
-    `figures` are finite numbers by flat name, `rows` what a table or picture is made of. `command` says how to
+    `figures` are finite numbers by flat name, `rows` what a table or picture shows. `command` says how to
     get the file again, by default this process's own command line. ValueError for what the format does not
     allow.
     """
