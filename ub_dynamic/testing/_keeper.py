@@ -28,7 +28,7 @@ def main() -> None:
         pass
     _marked().kill_marked(task["mark"])
     if task["mps"]:
-        _quit_daemon(task["mps"])
+        _quit_daemon(task["mps"], task["quit_s"])
     if task["folder"]:
         shutil.rmtree(task["folder"], ignore_errors=True)
 
@@ -43,7 +43,7 @@ def _marked() -> ModuleType:
     return module
 
 
-def _quit_daemon(environment: dict[str, str]) -> None:
+def _quit_daemon(environment: dict[str, str], quit_s: float) -> None:
     """Ask the daemon to quit; kill it and its servers, and only those, if they do not."""
     pid_file = Path(environment["CUDA_MPS_PIPE_DIRECTORY"], "nvidia-cuda-mps-control.pid")
     try:
@@ -52,11 +52,11 @@ def _quit_daemon(environment: dict[str, str]) -> None:
         return  # it never started
     servers = [int(word) for word in _tell(environment, "get_server_list").split() if word.isdigit()]
     _tell(environment, "quit")
-    for _ in range(100):
-        alive = [pid for pid in (daemon, *servers) if _is_mps(pid)]
-        if not alive:
-            return
-        time.sleep(0.1)
+    deadline = time.monotonic() + quit_s
+    while alive := [pid for pid in (daemon, *servers) if _is_mps(pid)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -26,25 +26,25 @@ def marked_pids(mark: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(name) for name in os.listdir("/proc") if name.isdigit() and wanted in _environ(name))
 
 
-def signal_marked(mark: dict[str, str], number: signal.Signals) -> int:
-    """Send a signal to every process of the run; how many there were."""
-    pids = marked_pids(mark)
+def kill_marked(mark: dict[str, str], first: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
+    """Ask every process of the run to end with ``first``, and kill what is left after ``grace_s`` seconds."""
+    # Look again and again, for what was being started in the meantime.
+    deadline = time.monotonic() + grace_s
+    asked: set[int] = set()
+    while (alive := set(marked_pids(mark))) and time.monotonic() < deadline:
+        _signal(alive - asked, first)
+        asked |= alive
+        time.sleep(0.02)
+    deadline = time.monotonic() + 10.0  # a killed process that holds a GPU needs a moment to go
+    while (alive := set(marked_pids(mark))) and time.monotonic() < deadline:
+        _signal(alive, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-    return len(pids)
-
-
-def kill_marked(mark: dict[str, str], first: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
-    """Ask every process of the run to end with ``first``, and kill what is left after ``grace_s`` seconds."""
-    deadline = time.monotonic() + grace_s
-    signal_marked(mark, first)
-    while marked_pids(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    # Again, for what was being started in the meantime; a killed process on a GPU needs a moment to go.
-    deadline = time.monotonic() + 10.0
-    while signal_marked(mark, signal.SIGKILL) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _environ(pid: str) -> bytes:

@@ -29,11 +29,12 @@ class Keeper:
     """Ends what belongs to one run when :meth:`close` is called or this process ends, however it ends.
 
     ``mark`` is the environment that marks the run's processes (:mod:`ub_dynamic.testing.marked`). With
-    ``mps`` a private daemon is started; ``environment`` is what its clients need. Raises
-    :class:`UBUnsupportedError` where the daemon is not installed or does not start.
+    ``mps`` a private daemon is started; ``environment`` is what its clients need; a daemon that does not quit
+    within ``quit_s`` seconds is killed. Raises :class:`UBUnsupportedError` where the daemon is not installed
+    or does not start.
     """
 
-    def __init__(self, mark: Mapping[str, str], mps: bool = False) -> None:
+    def __init__(self, mark: Mapping[str, str], mps: bool = False, quit_s: float = 10.0) -> None:
         if mps and shutil.which(CONTROL) is None:
             raise UBUnsupportedError(
                 f"{CONTROL} is not on PATH: it comes with the NVIDIA driver; run without MPS"
@@ -46,7 +47,12 @@ class Keeper:
                 "CUDA_MPS_PIPE_DIRECTORY": str(self._folder / "pipe"),
                 "CUDA_MPS_LOG_DIRECTORY": str(self._folder / "log"),
             }
-        task = {"mark": dict(mark), "mps": self.environment, "folder": self._folder and str(self._folder)}
+        task = {
+            "mark": dict(mark),
+            "mps": self.environment,
+            "quit_s": quit_s,
+            "folder": self._folder and str(self._folder),
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_KEEPER), json.dumps(task)],
             # Without a mark: whoever ends a run that we are part of must leave the keeper to finish.

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from ..backends.te.build import cache_folder
 from ..errors import UBUnsupportedError
 
 _SOURCE = """\
@@ -43,7 +44,6 @@ def peer_access_library(cache: Path | None = None) -> Path:
     if library.exists():
         return library
     compiler = _compiler()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix="peer_access_", dir=folder) as building:
         source, built = Path(building, "peer_access.c"), Path(building, "peer_access.so")
         source.write_text(_SOURCE)
@@ -55,14 +55,6 @@ def peer_access_library(cache: Path | None = None) -> Path:
             )
         os.replace(built, library)
     return library
-
-
-def cache_folder() -> Path:
-    """Where this user's built files are kept: ``$XDG_CACHE_HOME/ub_dynamic``, by default
-    ``~/.cache/ub_dynamic``.
-    """
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ub_dynamic"
 
 
 def _compiler() -> str:
