@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel linear layers with sequence parallelism, on the host communicators, with TE's names.
+
+Between two layers of a block each rank holds ``T/tp`` of the tokens; inside it holds all T tokens and
+``1/tp`` of the features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ...errors import UBShapeError
+from . import plain
+from .backend import HostBackend, current_backend
+from .functional import ColumnParallel, Overlap, RowParallel
+
+
+class _ParallelLinear(nn.Module):
+    """What both layers share: the backend, TE's name, and parameters drawn as in one process."""
+
+    def __init__(self, ub_name: str, overlap: bool, backend: HostBackend | None) -> None:
+        super().__init__()
+        self._backend = backend
+        self.ub_name, self.overlap = ub_name, overlap
+
+    @property
+    def backend(self) -> HostBackend:
+        """The backend given to this layer, else that of ``initialize_ub`` at this moment."""
+        return current_backend() if self._backend is None else self._backend
+
+    def _how(self) -> Overlap:
+        return Overlap(self.backend, self.ub_name, self.overlap)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``y = x @ W.t() + b`` with the rows of ``W [out_features, in_features]`` split over the TP ranks.
+
+    Input ``[T/tp, in_features]`` or ``[S/tp, B, in_features]`` (dimension 0 is split), output ``[T, out/tp]``
+    or ``[S, B, out/tp]``. ``ub_name``: ``"qkv"`` or ``"fc1"``. ``overlap=False`` takes plain collectives.
+    Parameters are this rank's part of what ``nn.Linear`` draws, so ranks with one seed together hold one
+    matrix.
+
+    Raises :class:`UBShapeError` if the tokens do not match the active shape, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        ub_name: Literal["qkv", "fc1"],
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        backend: HostBackend | None = None,
+    ) -> None:
+        super().__init__(ub_name, overlap, backend)
+        self.in_features, self.out_features = in_features, out_features
+        tp = self.backend.tp
+        own = _share(out_features, tp, "out_features")
+        rows = slice(self.backend.group.rank * own, (self.backend.group.rank + 1) * own)
+        weight, full_bias = _draw(in_features, out_features, bias, dtype)
+        self.weight = nn.Parameter(weight[rows].clone())
+        self.bias = nn.Parameter(full_bias[rows].clone()) if full_bias is not None else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = _flat(x, self.in_features, "ColumnParallelLinear")
+        out = ColumnParallel.apply(flat, self.weight, self.bias, self._how())
+        return out.view(x.shape[0] * self.backend.tp, *x.shape[1:-1], out.shape[-1])
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``y = x @ W.t() + b`` with the columns of ``W [out_features, in_features]`` split over the TP ranks.
+
+    Input ``[T, in/tp]`` or ``[S, B, in/tp]``, output ``[T/tp, out_features]`` or ``[S/tp, B, out_features]``.
+    ``ub_name``: ``"proj"`` or ``"fc2"``. The bias is whole on every rank and is added after the reduction, so
+    its gradient covers this rank's tokens only (``bias.sequence_parallel`` is True, as in Megatron):
+    :func:`all_reduce_sequence_parallel_gradients` completes it.
+
+    Raises :class:`UBShapeError` if the tokens do not match the active shape, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        ub_name: Literal["proj", "fc2"],
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        backend: HostBackend | None = None,
+    ) -> None:
+        super().__init__(ub_name, overlap, backend)
+        self.in_features, self.out_features = in_features, out_features
+        tp = self.backend.tp
+        own = _share(in_features, tp, "in_features")
+        columns = slice(self.backend.group.rank * own, (self.backend.group.rank + 1) * own)
+        weight, full_bias = _draw(in_features, out_features, bias, dtype)
+        self.weight = nn.Parameter(weight[:, columns].clone(memory_format=torch.contiguous_format))
+        self.bias = nn.Parameter(full_bias) if full_bias is not None else None
+        if self.bias is not None:
+            mark_sequence_parallel([self.bias])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tp = self.backend.tp
+        if x.shape[0] % tp:
+            raise UBShapeError(
+                f"RowParallelLinear: dimension 0 of the input is {x.shape[0]}, not a multiple of tp = {tp}; "
+                f"the next valid value is {x.shape[0] + tp - x.shape[0] % tp}"
+            )
+        flat = _flat(x, self.in_features // tp, "RowParallelLinear")
+        out = RowParallel.apply(flat, self.weight, self._how())
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(x.shape[0] // tp, *x.shape[1:-1], self.out_features)
+
+
+def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark parameters that each rank applies to its own tokens only, such as those of a LayerNorm."""
+    for parameter in parameters:
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def all_reduce_sequence_parallel_gradients(module: nn.Module, backend: HostBackend | None = None) -> None:
+    """Sum the gradients of the marked parameters over the TP ranks, after the backward. Collective, one
+    message."""
+    engine = (current_backend() if backend is None else backend).engine
+    marked = [
+        parameter.grad
+        for parameter in module.parameters()
+        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None
+    ]
+    for dtype in sorted({grad.dtype for grad in marked}, key=str):
+        grads = [grad for grad in marked if grad.dtype == dtype]
+        if engine is None:
+            return
+        total = plain.all_reduce(engine, torch.cat([grad.reshape(-1) for grad in grads]))
+        for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(summed.view(grad.shape))
+
+
+def _draw(
+    in_features: int, out_features: int, bias: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The whole weight and bias, distributed as ``nn.Linear`` does it."""
+    bound = 1 / math.sqrt(in_features)
+    weight = torch.empty(out_features, in_features).uniform_(-bound, bound).to(dtype)
+    return weight, torch.empty(out_features).uniform_(-bound, bound).to(dtype) if bias else None
+
+
+def _share(features: int, tp: int, what: str) -> int:
+    if features % tp:
+        raise UBShapeError(f"{what} = {features} cannot be split over {tp} TP ranks")
+    return features // tp
+
+
+def _flat(x: torch.Tensor, features: int, what: str) -> torch.Tensor:
+    """``[..., features]`` as contiguous rows."""
+    if x.dim() < 2 or x.shape[-1] != features:
+        raise UBShapeError(f"{what}: expects an input of [tokens, {features}], got {list(x.shape)}")
+    return x.reshape(-1, features).contiguous()
