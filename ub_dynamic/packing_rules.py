@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from .errors import UBAlignmentError, UBCapacityError, UBShapeError
 
 Tail = Literal["ghost", "ghost_padding", "extend_last", "error"]
+TAILS: tuple[Tail, ...] = get_args(Tail)
 
 GHOST_TOKENS = 128  # ghosts are cut into such pieces, so that attention over a tail costs time linear in it
 MAX_GHOSTS = 1024  # ... and into no more than this: kernels keep cu_seqlens in shared memory
@@ -52,7 +53,10 @@ def integers(values: Any, what: str) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UBShapeError(f"{what} must be a sequence of ints, got {values!r}")
     values = tuple(values)
-    if bool in set(map(type, values)):
+    types = set(map(type, values))
+    if types == {int}:
+        return values
+    if bool in types:
         index = list(map(type, values)).index(bool)
         raise UBShapeError(f"{what} must hold ints, got a bool at index {index}")
     try:
@@ -163,8 +167,8 @@ def cover_tail(
     max_seqlen: int | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Real and padded lengths that reach up to ``total``, with empty entries up to ``slots``."""
-    if tail not in get_args(Tail):
-        raise UBShapeError(f"tail = {tail!r}: it must be one of {', '.join(get_args(Tail))}")
+    if tail not in TAILS:
+        raise UBShapeError(f"tail = {tail!r}: it must be one of {', '.join(TAILS)}")
     check_positive(slots=slots, max_seqlen=max_seqlen)
     documents, filled = len(padded), sum(padded)
     gap = total - filled

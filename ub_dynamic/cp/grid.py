@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UBAlignmentError, UBShapeError, UBUnsupportedError
 from ..packing import PackedBatch
-from .partition import Partition, _check_rank
+from .partition import Partition, check_rank
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Grid2D(Partition):
 
     def _blocks(self, batch: PackedBatch, rank: int) -> Iterator[Block | range]:
         """For every entry the block of ``rank``, or the range of offsets where the entry is no document."""
-        _check_rank(batch, rank)
+        check_rank(batch, rank)
         if len(self.heights) not in (1, batch.documents):
             raise UBShapeError(
                 f"grid2d has {len(self.heights)} frame sizes, the batch has {batch.documents} documents: "

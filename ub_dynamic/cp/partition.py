@@ -162,7 +162,7 @@ class _Chunks(Partition):
         """The numbers of the two chunks of ``rank``, in the order in which it stores them."""
 
     def offsets(self, batch: PackedBatch, rank: int) -> torch.Tensor:
-        _check_rank(batch, rank)
+        check_rank(batch, rank)
         padded = torch.tensor(batch.padded)
         starts, lengths = [], []
         for chunk in self.chunks(batch.cp, rank):
@@ -172,7 +172,7 @@ class _Chunks(Partition):
 
     def real_counts(self, batch: PackedBatch, rank: int) -> tuple[tuple[int, int], ...]:
         # As in the base class, but without touching T rows: the real tokens lead every chunk.
-        _check_rank(batch, rank)
+        check_rank(batch, rank)
         first, second = self.chunks(batch.cp, rank)
         parts = 2 * batch.cp
         return tuple(
@@ -229,7 +229,7 @@ class Custom(Partition):
         return cls(rows)
 
     def indices(self, batch: PackedBatch, rank: int) -> torch.Tensor:
-        _check_rank(batch, rank)
+        check_rank(batch, rank)
         cp, local = self.rows.shape
         if (cp, local) != (batch.cp, batch.local_tokens):
             raise UBShapeError(
@@ -255,7 +255,8 @@ class Custom(Partition):
         return self.indices(batch, rank) - starts.repeat_interleave(_local_lengths(batch))
 
 
-def _check_rank(batch: PackedBatch, rank: int) -> None:
+def check_rank(batch: PackedBatch, rank: int) -> None:
+    """``rank`` is one of the batch's ``cp`` ranks, or :class:`UBShapeError`."""
     if not 0 <= rank < batch.cp:
         raise UBShapeError(f"rank {rank}: a batch with cp = {batch.cp} has ranks 0 .. {batch.cp - 1}")
 
