@@ -28,12 +28,16 @@ _MASK = (1 << 32) - 1
 
 
 class RankBoard:
-    """One rank's view of the board. ``slots``: how many changes a rank may be ahead of another one."""
+    """One rank's view of the board.
 
-    def __init__(self, group: Group, slots: int = 1024) -> None:
+    ``slots``: how many changes a rank may be ahead of another one. ``settle_s``: seconds that an error waits
+    for the other ranks to reach the change in question, so that its text can name every rank's T.
+    """
+
+    def __init__(self, group: Group, slots: int = 1024, settle_s: float = 1.0) -> None:
         self._group = group
         self.rank, self.size, self.members = group.rank, group.size, group.members
-        self._slots = slots
+        self._slots, self._settle_s = slots, settle_s
         self._stride = _HEADER + slots
         self._words = memoryview(_shared_file(group, self.size * self._stride * 8)).cast("q")
         self._own = self.rank * self._stride
@@ -68,7 +72,8 @@ class RankBoard:
                 common = calls
             if calls - common >= self._slots:
                 raise UBRankMismatchError(
-                    f"rank {self.members[rank]} is {calls - common} shape changes behind; it skips calls. {self.describe()}"
+                    f"rank {self.members[rank]} is {calls - common} shape changes behind; it skips calls. "
+                    f"{self.describe()}"
                 )
             if compared[rank] != common:
                 self._compare(rank, base, common)
@@ -83,9 +88,11 @@ class RankBoard:
                 continue
             if theirs >> 32 != call:
                 raise UBRankMismatchError(
-                    f"this rank is {(theirs >> 32) - call} shape changes behind rank {self.members[rank]}; it skips calls. "
+                    f"this rank is {(theirs >> 32) - call} shape changes behind rank {self.members[rank]}; "
+                    "it skips calls. "
                     f"{self.describe(call)}"
                 )
+            self._behind(call, self._settle_s)
             raise UBRankMismatchError(
                 f"TP ranks disagree in shape change {call}: {self.describe(call)}. Either T differs between the "
                 "ranks, or a rank skipped a call"
@@ -98,18 +105,23 @@ class RankBoard:
         Raises :class:`UBTimeoutError` naming the ranks that have not come.
         """
         limit = default_timeout_s() if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        while missing := [rank for rank, base in self._others if self._words[base] < self._calls]:
-            self.check()
-            if dead := self.dead_ranks():
-                raise UBTimeoutError(f"rank(s) {dead} ended before shape change {self._calls}. {self.describe()}")
-            if time.monotonic() > deadline:
-                names = [self.members[rank] for rank in missing]
-                raise UBTimeoutError(
-                    f"waited {limit:g} s for rank(s) {names} to make shape change {self._calls}. {self.describe()}"
-                )
-            time.sleep(0)
+        missing = self._behind(self._calls, limit)
         self.check()
+        if missing:
+            names, dead = [self.members[rank] for rank in missing], self.dead_ranks()
+            how = f"rank(s) {dead} ended" if dead else f"waited {limit:g} s"
+            raise UBTimeoutError(f"{how}: rank(s) {names} did not make shape change {self._calls}. {self.describe()}")
+
+    def _behind(self, call: int, timeout_s: float) -> list[int]:
+        """Wait for every rank to reach change ``call``; the ranks that did not, in time or because they ended."""
+        deadline = time.monotonic() + timeout_s
+        pause = 0.0
+        while missing := [rank for rank, base in self._others if self._words[base] < call]:
+            if time.monotonic() > deadline or (pause and self.dead_ranks()):
+                break
+            time.sleep(pause)
+            pause = min(0.001, pause + 0.00001)
+        return missing
 
     def final_check(self) -> None:
         """At the end of the group's work: every rank has made the same changes. All ranks call it together.
@@ -185,7 +197,7 @@ def _shared_file(group: Group, nbytes: int) -> mmap.mmap:
         if group.rank == 0:
             os.unlink(name)
     if failures:
-        raise UBUnsupportedError(f"the TP ranks cannot share {name} ({'; '.join(failures)}): pass check=\"never\"")
+        raise UBUnsupportedError(f'the TP ranks cannot share {name} ({"; ".join(failures)}): pass check="never"')
     try:
         return mmap.mmap(descriptor, nbytes)
     finally:

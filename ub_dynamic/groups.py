@@ -95,7 +95,8 @@ class MPIGroup:
             if time.monotonic() > deadline:
                 request.cancel()
                 raise UBTimeoutError(
-                    f"rank {self.members[self.rank]} waited {self.timeout_s:g} s for rank {self.members[peer]} in {what}; "
+                    f"rank {self.members[self.rank]} waited {self.timeout_s:g} s for rank {self.members[peer]} "
+                    f"in {what}; "
                     f"UB_DYNAMIC_TIMEOUT sets the wait in seconds"
                 )
             time.sleep(_POLL_S)

@@ -256,7 +256,9 @@ class Manager:
 
     def _spec(self, name: str) -> Any:
         if name in self._skipped:
-            raise UBUnsupportedError(f"communicator {name} stays at capacity {list(self.capacity)}: {self._skipped[name]}")
+            raise UBUnsupportedError(
+                f"communicator {name} stays at capacity {list(self.capacity)}: {self._skipped[name]}"
+            )
         try:
             return self.backend.specs[name]
         except KeyError:
@@ -300,5 +302,3 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from _tensors(value)
-
-

@@ -106,7 +106,8 @@ def check_spec(spec: CommSpec) -> None:
         )
     if not spec.use_ce and spec.num_sm != 1:
         warnings.warn(
-            f"{where}: use_ce = 0 with num_sm = {spec.num_sm} can let a receiver run ahead of its sender; use num_sm = 1",
+            f"{where}: use_ce = 0 with num_sm = {spec.num_sm} can let a receiver run ahead of its sender; "
+            "use num_sm = 1",
             stacklevel=3,
         )
 

@@ -50,9 +50,7 @@ class CommSpec:
     def layout(self, tokens: int) -> ChunkLayout:
         """The chunk layout at ``tokens`` active tokens; errors as :func:`chunk_layout`."""
         active = (tokens, self.capacity[1])
-        return chunk_layout(
-            self.method, self.collective, self.capacity, active, self.tp, self.dtype, self.num_splits
-        )
+        return chunk_layout(self.method, self.collective, self.capacity, active, self.tp, self.dtype, self.num_splits)
 
 
 @dataclass(frozen=True)

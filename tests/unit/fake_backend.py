@@ -15,7 +15,9 @@ class FakeBackend:
     def __init__(self, capacity: tuple[int, int] = (128, 64), tp: int = 4, **cfgs: dict[str, object]) -> None:
         made = resolve_specs(capacity, tp, torch.bfloat16, cfgs)
         self.specs = {spec.name: spec for spec in made if spec.method != "external"}
-        self.skipped = {spec.name: "external communicators have no chunks" for spec in made if spec.method == "external"}
+        self.skipped = {
+            spec.name: "external communicators have no chunks" for spec in made if spec.method == "external"
+        }
         self.calls: list[object] = []
         self.why_busy: str | None = None
         self.on_operand: OnOperand | None = None

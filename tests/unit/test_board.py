@@ -54,7 +54,7 @@ def on_threads(size: int, function: Any) -> list[Any]:
 
 
 def boards(size: int = 3, slots: int = 8) -> list[RankBoard]:
-    made: list[RankBoard] = on_threads(size, lambda group: RankBoard(group, slots))
+    made: list[RankBoard] = on_threads(size, lambda group: RankBoard(group, slots, settle_s=0.01))
     assert all(isinstance(board, RankBoard) for board in made), made
     return made
 
@@ -72,7 +72,9 @@ def test_a_difference_is_found_by_whoever_comes_later_and_then_by_all() -> None:
     first.publish(64)
     first.check()
     second.publish(32)
-    with pytest.raises(UBRankMismatchError, match="shape change 1: rank 10: T = 64; rank 11: T = 32; rank 12: 0 changes"):
+    with pytest.raises(
+        UBRankMismatchError, match="shape change 1: rank 10: T = 64; rank 11: T = 32; rank 12: 0 changes"
+    ):
         second.check()
     with pytest.raises(UBRankMismatchError, match="rank 10: T = 64; rank 11: T = 32"):
         first.check()
@@ -129,7 +131,7 @@ def test_the_strict_wait_names_who_is_missing() -> None:
     first, second, _ = boards()
     first.publish(8)
     second.publish(8)
-    with pytest.raises(UBTimeoutError, match=r"waited 0.05 s for rank\(s\) \[12\] to make shape change 1"):
+    with pytest.raises(UBTimeoutError, match=r"waited 0.05 s: rank\(s\) \[12\] did not make shape change 1"):
         first.wait_for_all(0.05)
 
 

@@ -208,7 +208,9 @@ class TestGuard:
         manager.set_active_shape([64, 64])
         assert backend.on_operand is not None
         backend.on_operand("fc2_fprop", 64)
-        with pytest.raises(UBShapeError, match=r"fc2_fprop.*32 tokens.*active shape is 64.*set_ub_active_shape\(\[32, 64\]\)"):
+        with pytest.raises(
+            UBShapeError, match=r"fc2_fprop.*32 tokens.*active shape is 64.*set_ub_active_shape\(\[32, 64\]\)"
+        ):
             backend.on_operand("fc2_fprop", 32)
         assert manager.active == (64, 64)
 

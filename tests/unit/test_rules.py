@@ -75,7 +75,9 @@ def cases(draw: st.DrawFn) -> tuple[CommSpec, int]:
         collective,
         (capacity, hidden),
         tp,
-        draw(st.sampled_from([torch.bfloat16, torch.uint8])) if method != "pipeline" and collective == "ag" else torch.bfloat16,
+        draw(st.sampled_from([torch.bfloat16, torch.uint8]))
+        if method != "pipeline" and collective == "ag"
+        else torch.bfloat16,
         num_splits=draw(st.integers(1, 8)),
         num_sm=1,
         use_ce=draw(st.booleans()),
@@ -157,7 +159,11 @@ def test_without_communicators_every_token_count_fits() -> None:
     ("spec", "error", "words"),
     [
         (CommSpec("qkv_dgrad", "bulk", "ag", (60, 64), 3, torch.bfloat16), UBShapeError, ["tp = 3", "launch nothing"]),
-        (CommSpec("fc2_fprop", "pipeline", "rs", (64, 40), 2, torch.bfloat16), UBAlignmentError, ["H = 40", "32", "64"]),
+        (
+            CommSpec("fc2_fprop", "pipeline", "rs", (64, 40), 2, torch.bfloat16),
+            UBAlignmentError,
+            ["H = 40", "32", "64"],
+        ),
         (
             CommSpec("x", "ring_exchange", "ag", (60, 64), 3, torch.bfloat16, aggregate=True),
             UBShapeError,

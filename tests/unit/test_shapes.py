@@ -73,9 +73,7 @@ def test_what_each_method_means(case: tuple[Method, Collective, int, int, int, i
 
 
 def test_a_layout_does_not_depend_on_capacity() -> None:
-    small, large = (
-        chunk_layout("ring_exchange", "rs", (rows, 32), (64, 32), 4, torch.bfloat16) for rows in (64, 4096)
-    )
+    small, large = (chunk_layout("ring_exchange", "rs", (rows, 32), (64, 32), 4, torch.bfloat16) for rows in (64, 4096))
     assert small.chunks == large.chunks and small.view_shape == large.view_shape
 
 
