@@ -50,12 +50,8 @@ class HostBackend:
         timeout_s: float | None = None,
     ) -> None:
         every = {spec.name: spec for spec in specs} if group.size > 1 else {}
-        self.specs: Mapping[str, CommSpec] = {
-            name: spec for name, spec in every.items() if spec.method != "external"
-        }
-        self.skipped: Mapping[str, str] = {
-            name: _EXTERNAL for name, spec in every.items() if spec.method == "external"
-        }
+        self.specs: Mapping[str, CommSpec] = {name: spec for name, spec in every.items() if spec.method != "external"}
+        self.skipped: Mapping[str, str] = {name: _EXTERNAL for name, spec in every.items() if spec.method == "external"}
         for spec in self.specs.values():
             _check(spec, group)
         self.group, self.tp = group, group.size
@@ -183,9 +179,7 @@ def get_ub(name: str, use_fp8: bool = False) -> Communicator:
 
 def _check(spec: CommSpec, group: Group) -> None:
     if spec.dtype not in DTYPES:
-        raise UBUnsupportedError(
-            f"{spec.name}: the host backend takes float32 and bfloat16, not {spec.dtype}"
-        )
+        raise UBUnsupportedError(f"{spec.name}: the host backend takes float32 and bfloat16, not {spec.dtype}")
     if spec.tp != group.size:
         raise UBShapeError(f"{spec.name} is for tp = {spec.tp}, but the TP group has {group.size} ranks")
     if (spec.method, spec.collective) not in _CLASSES:

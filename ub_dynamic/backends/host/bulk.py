@@ -60,9 +60,7 @@ class BulkReduceScatter(Communicator):
         with self._engine.operation("bulk reduce-scatter", self.name, self.tokens) as operation:
             self.filled = False
             numel, shape = self.layout.local_numel, (self.local_rows, self.hidden)
-            slots = {
-                peer: self._staging.received.region(i * numel, shape) for i, peer in enumerate(self._peers())
-            }
+            slots = {peer: self._staging.received.region(i * numel, shape) for i, peer in enumerate(self._peers())}
             transfer = operation.transfer(
                 "all chunks",
                 sends=[(self._chunk(peer), peer) for peer in self._peers()],

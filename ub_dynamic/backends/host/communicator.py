@@ -89,8 +89,8 @@ class Communicator:
         return view.view(wanted)
 
     def poison(self, value: float = float("nan")) -> None:
-        """Fill everything that is not part of the active shape, staging included (for tests)."""
-        self._memory.flat[self.layout.nbytes // self.spec.dtype.itemsize :].fill_(value)
+        """Fill all registered memory, staging included, so that a read of what was not written shows (for tests)."""
+        self._memory.flat.fill_(value)
 
     def _local(self) -> torch.Tensor:
         return self._chunk(self.rank).tensor
@@ -148,6 +148,5 @@ def check_output(name: str, out: torch.Tensor, shape: tuple[int, int], dtype: to
     otherwise."""
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise UBShapeError(
-            f"{name}: the output of the active shape is {list(shape)} of {dtype}, "
-            f"got {list(out.shape)} of {out.dtype}"
+            f"{name}: the output of the active shape is {list(shape)} of {dtype}, got {list(out.shape)} of {out.dtype}"
         )

@@ -174,9 +174,7 @@ class Engine:
     def _give_up(self, transfer: Transfer, reason: str) -> NoReturn:
         me = self.group.members[self.rank]
         sources = [self.group.members[peer] for _, peer in transfer.receives]
-        raise UBTimeoutError(
-            f"rank {me}, {transfer.label} (from rank(s) {sources}): {reason}. {self._log.describe()}"
-        )
+        raise UBTimeoutError(f"rank {me}, {transfer.label} (from rank(s) {sources}): {reason}. {self._log.describe()}")
 
     def _raise_again(self) -> NoReturn:
         error = self.failure
@@ -201,9 +199,7 @@ class Operation:
         self._tag = self._engine.begin(self._name, self._tokens)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, GeneratorExit):
             error = UBStateError(f"{self._label} was left before its end")
         self._engine.end(error)

@@ -63,8 +63,7 @@ class Overlap:
         communicator = self.backend.communicator(name)
         if not isinstance(communicator, kind):
             raise UBUnsupportedError(
-                f"{name}: this layer cannot use method {communicator.spec.method!r} "
-                f"({communicator.spec.collective})"
+                f"{name}: this layer cannot use method {communicator.spec.method!r} ({communicator.spec.collective})"
             )
         if dtype != communicator.spec.dtype:
             raise UBShapeError(f"{name}: the buffer holds {communicator.spec.dtype}, the operand is {dtype}")
@@ -76,7 +75,7 @@ class ColumnParallel(torch.autograd.Function):
     """``x [T/tp, in]``, ``weight [out/tp, in]``, ``bias [out/tp]`` -> ``[T, out/tp]``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Overlap
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -90,7 +89,7 @@ class ColumnParallel(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_output = grad_output.contiguous()
@@ -109,7 +108,7 @@ class RowParallel(torch.autograd.Function):
     """``x [T, in/tp]``, ``weight [out, in/tp]`` -> ``[T/tp, out]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Overlap) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Overlap) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
         if how.tp == 1:
@@ -123,7 +122,7 @@ class RowParallel(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
         grad_output = grad_output.contiguous()

@@ -72,15 +72,11 @@ class OperationLog:
 
     def describe(self, number: int | None = None) -> str:
         """Every rank's operation of that number, or its latest one, as text."""
-        return "; ".join(
-            f"rank {self.members[rank]}: {self._text(rank, number)}" for rank in range(self.size)
-        )
+        return "; ".join(f"rank {self.members[rank]}: {self._text(rank, number)}" for rank in range(self.size))
 
     def behind(self) -> list[int]:
         """World ranks that have not come to this rank's latest operation."""
-        return [
-            self.members[rank] for rank in self._others if self._words[rank * self._stride] < self._number
-        ]
+        return [self.members[rank] for rank in self._others if self._words[rank * self._stride] < self._number]
 
     def mark_failed(self) -> None:
         """Tell the others that this rank has given up."""
@@ -92,9 +88,7 @@ class OperationLog:
 
     def dead_ranks(self) -> list[int]:
         """World ranks whose process has ended."""
-        return [
-            self.members[rank] for rank in self._others if not _alive(self._words[rank * self._stride + _PID])
-        ]
+        return [self.members[rank] for rank in self._others if not _alive(self._words[rank * self._stride + _PID])]
 
     def _settle(self, number: int) -> None:
         deadline = time.monotonic() + _SETTLE_S
@@ -106,11 +100,7 @@ class OperationLog:
         latest = self._words[base]
         wanted = latest if number is None else number
         record = self._words[base + _HEADER + wanted % _SLOTS]
-        if (
-            not wanted
-            or latest < wanted
-            or record >> (_INDEX_BITS + _TOKEN_BITS) != wanted % (1 << _NUMBER_BITS)
-        ):
+        if not wanted or latest < wanted or record >> (_INDEX_BITS + _TOKEN_BITS) != wanted % (1 << _NUMBER_BITS):
             return f"{latest} operations so far"
         name = self._names[record >> _TOKEN_BITS & MAX_NAMES - 1]
         text = f"{name} with T = {record & (1 << _TOKEN_BITS) - 1}"
