@@ -13,6 +13,7 @@ from .api import (
     get_ub_active_shape,
     get_ub_capacity_shape,
     initialize_ub,
+    install,
     is_ub_initialized,
     max_tokens,
     microbatch,
@@ -21,6 +22,7 @@ from .api import (
     set_buffer_active_shape,
     set_ub_active_shape,
     token_multiple,
+    uninstall,
 )
 from .errors import (
     UBAlignmentError,
@@ -56,6 +58,7 @@ __all__ = [
     "get_ub_active_shape",
     "get_ub_capacity_shape",
     "initialize_ub",
+    "install",
     "is_ub_initialized",
     "max_tokens",
     "microbatch",
@@ -64,4 +67,5 @@ __all__ = [
     "set_buffer_active_shape",
     "set_ub_active_shape",
     "token_multiple",
+    "uninstall",
 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -59,6 +60,8 @@ def initialize_ub(
     capacity = parse_shape(shape, "capacity shape")
     chosen = choose_backend(backend)
     te = chosen == "te"
+    if te and not torch.distributed.is_initialized():
+        raise UBStateError("TE's UserBuffers need torch.distributed: call torch.distributed.init_process_group first")
     group = tensor_parallel_group(tp_size, None if te else tp_group, "gloo" if te else bootstrap_backend)
     board = RankBoard(group) if check != "never" and group.size > 1 else None
     made: Backend | None = None
@@ -102,6 +105,34 @@ def _create_te(*args: Any) -> Backend:
     from .backends.te import create_te_backend
 
     return create_te_backend(*args)
+
+
+def install(*, check: Check = "deferred", guard: bool = True, auto: bool = False) -> None:
+    """Put this package behind Transformer Engine's own names, so that a training script need not change.
+
+    ``te.initialize_ub``, ``te.module.initialize_ub`` and ``te.module.base.initialize_ub`` (and ``destroy_ub``) become
+    this package's; ``te.set_ub_active_shape`` and the per-communicator methods of TE issue #3564 are added. The
+    arguments are the defaults of the ``initialize_ub`` calls to come. A second call changes only these.
+    Raises :class:`UBUnsupportedError`, with nothing replaced, for a TE that lacks what would be replaced.
+    """
+    from .backends.te import install as te
+
+    te.uninstall()
+    te.install(
+        initialize_ub=functools.partial(initialize_ub, backend="te", check=check, guard=guard, auto=auto),
+        destroy_ub=destroy_ub,
+        set_ub_active_shape=set_ub_active_shape,
+        set_buffer_active_shape=set_buffer_active_shape,
+        get_buffer_active_shape=get_buffer_active_shape,
+        get_buffer_capacity_shape=get_buffer_capacity_shape,
+    )
+
+
+def uninstall() -> list[str]:
+    """Give Transformer Engine its names back; returns those that somebody else has replaced since :func:`install`."""
+    from .backends.te import install as te
+
+    return te.uninstall()
 
 
 def manager() -> Manager:
