@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m ub_dynamic`: doctor and layout say what is true, and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ub_dynamic import __main__
+from ub_dynamic.cli import doctor as doctor_command
+from ub_dynamic.cli import probes
+from ub_dynamic.cli.app import app
+from ub_dynamic.cli.probes import Finding, abilities, examine
+from ub_dynamic.shapes import chunk_layout
+
+RING = ["--method", "ring_exchange", "--collective", "rs", "--capacity", "8192x4096", "--tp", "4"]
+
+
+def run(*words: str):
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, list(words))
+
+
+def test_layout_shows_every_chunk() -> None:
+    result = run("layout", *RING, "--tokens", "3072")
+    assert result.exit_code == 0, result.output
+    found = chunk_layout("ring_exchange", "rs", (8192, 4096), (3072, 4096), 4, torch.bfloat16)
+    lines = result.output.splitlines()
+    for chunk in found.chunks:
+        numbers = (chunk.rows, chunk.columns, chunk.offset, chunk.offset_bytes, chunk.nbytes)
+        row = next(line for line in lines if line.split()[:1] == [str(chunk.index)])
+        assert row.split()[-5:] == [f"{number:,}" for number in numbers]
+    assert "View [5376, 4096]" in result.output
+    assert f"{found.nbytes:,} of {found.capacity_nbytes:,}" in result.output
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize(
+    ("method", "collective"),
+    [("bulk", "ag"), ("bulk", "rs"), ("pipeline", "rs"), ("ring_exchange", "ag"), ("ring_exchange", "rs")],
+)
+def test_layout_is_drawn(tmp_path: Path, method: str, collective: str, suffix: str) -> None:
+    out = tmp_path / f"picture.{suffix}"
+    words = ["--method", method, "--collective", collective, "--capacity", "64x64", "--tp", "2"]
+    result = run("layout", *words, "--tokens", "32", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert out.read_bytes()[:5] == (b"<?xml" if suffix == "svg" else b"\x89PNG\r")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--tokens", "8196"], 2, "T = 8196 tokens exceed the capacity of 8192"),
+        (["--tokens", "30"], 2, "the next valid value is 32"),
+        (["--tokens", "32", "--capacity", "8192"], 2, "not TOKENSxHIDDEN"),
+        (["--tokens", "32", "--method", "magic"], 2, "methods are bulk"),
+        (["--tokens", "32", "--dtype", "int3"], 2, "not one of bfloat16"),
+        (["--tokens", "32", "--out", "x.gif"], 2, "ends in none of .svg"),
+        (["--tokens", "4", "--capacity", "8192x40"], 1, "the next valid T is 16"),
+    ],
+)
+def test_layout_says_what_is_wrong(words: list[str], code: int, says: str) -> None:
+    result = run("layout", *RING, *words)
+    assert result.exit_code == code, result.output
+    assert says in " ".join(result.output.split())
+
+
+def test_doctor_tells_the_truth_about_this_process() -> None:
+    result = run("doctor", "--json")
+    record = json.loads(result.output)
+    findings = {finding["name"]: finding for finding in record["findings"]}
+    assert findings["torch"]["found"] == torch.__version__
+    assert (findings["CUDA device"]["state"] == "ok") == torch.cuda.is_available()
+    assert record["works"]["the tests"]
+    assert set(record["in_the_way"]) == {name for name, works in record["works"].items() if not works}
+    assert result.exit_code == any(finding["state"] == "broken" for finding in record["findings"])
+
+
+def test_doctor_shows_all_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding("base", "torch", "ok", "1.2.3"),
+        Finding("host backend", "MPI library", "broken", "no libmpi [x]", "pip install mpich"),
+    ]
+    monkeypatch.setattr(doctor_command, "examine", lambda: findings)
+    result = run("doctor")
+    assert result.exit_code == 1
+    for text in ("1.2.3", "no libmpi [x]", "needs MPI library", "MPI library: pip install mpich"):
+        assert text in result.output
+
+
+def test_abilities_name_what_is_in_the_way() -> None:
+    able = {ability.name: ability for ability in abilities([Finding("base", "gloo", "missing", "", "")])}
+    assert able["host backend over gloo (torchrun)"].missing == ("gloo",)
+    assert able["host backend over MPI (mpirun)"].works
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import os; os.abort()", "ended by signal 6"),
+        ("raise RuntimeError('broken build')", "RuntimeError: broken build"),
+        ("pass", "said nothing"),
+        ("import time; time.sleep(60)", "no answer after 1 s"),
+    ],
+)
+def test_a_broken_installation_is_a_finding(code: str, error: str) -> None:
+    assert error in probes._ask(code, timeout_s=1.0 if "sleep" in code else 60.0)["error"]
+
+
+def test_te_that_crashes_on_import_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os; os.abort()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    te = next(finding for finding in examine() if finding.name == "Transformer Engine")
+    assert te.state == "broken"
+    assert "signal 6" in te.found
+
+
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(__main__, "find_spec", lambda name: None)
+    assert __main__.main() == 2
+    assert "pip install 'ub_dynamic[cli]'" in capsys.readouterr().err

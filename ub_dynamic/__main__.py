@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m ub_dynamic`: the command line, which needs the extra `cli`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+
+def main() -> int:
+    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
+    if missing:
+        needs = " and ".join(missing)
+        print(f"python -m ub_dynamic needs {needs}: pip install 'ub_dynamic[cli]'", file=sys.stderr)
+        return 2
+    from .cli.app import app
+
+    app(prog_name="python -m ub_dynamic")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All commands in one place: a command is a function in a file of its own, and one line here."""
+
+from __future__ import annotations
+
+import typer
+
+from .doctor import doctor
+from .layout import layout
+from .one_gpu import one_gpu
+
+app = typer.Typer(
+    help="Variable token counts for tensor-parallel communication/GEMM overlap.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+app.command()(doctor)
+app.command()(layout)
+app.command(name="one-gpu")(one_gpu)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed here, found without importing anything that could fail badly: facts for `doctor`.
+
+MPI and Transformer Engine are asked in processes of their own, so that a broken installation is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from ..errors import UBDynamicError
+from ..testing.launch import find_mpirun, mpi_flavor
+
+State = Literal["ok", "missing", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for: what was found, and what to do where it is missing or broken."""
+
+    room: str
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something that the package offers: whether it works here, and else what is in the way."""
+
+    name: str
+    missing: tuple[str, ...]
+
+    @property
+    def works(self) -> bool:
+        return not self.missing
+
+
+def examine() -> list[Finding]:
+    """Every finding, in the order to show them."""
+    return [*_base(), *_host(), *_te(), *_extras()]
+
+
+def abilities(findings: list[Finding]) -> list[Ability]:
+    """What works here, as far as it can be told without trying."""
+    absent = {finding.name for finding in findings if finding.state != "ok"}
+
+    def ability(name: str, *needs: str) -> Ability:
+        return Ability(name, tuple(need for need in needs if need in absent))
+
+    native = ("CUDA device", "Transformer Engine", "native file")
+    return [
+        ability("layouts, rules, packing", "torch"),
+        ability("host backend over MPI (mpirun)", "mpi4py", "MPI library", "mpirun"),
+        ability("host backend over gloo (torchrun)", "gloo"),
+        ability("TE backend with an active shape", *native),
+        ability("TE backend at a fixed capacity", "CUDA device", "Transformer Engine"),
+        ability("several ranks on one GPU", *native, "NCCL"),
+        ability("pictures", "matplotlib"),
+        ability("the tests", "pytest", "hypothesis", "pytest-timeout"),
+    ]
+
+
+def _base() -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    python = platform.python_version()
+    room = "base"
+    findings = [Finding(room, "Python", "ok", f"{python} ({sys.executable})"), _torch(room)]
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        names = {torch.cuda.get_device_name(index) for index in range(count)}
+        findings.append(Finding(room, "CUDA device", "ok", f"{count} x {', '.join(sorted(names))}"))
+    elif torch.version.cuda is None:
+        found = "torch is a CPU build"
+        findings.append(Finding(room, "CUDA device", "missing", found, "for the TE backend: torch's CUDA build"))
+    else:
+        found = f"torch for CUDA {torch.version.cuda} sees none"
+        findings.append(Finding(room, "CUDA device", "missing", found, "check nvidia-smi, CUDA_VISIBLE_DEVICES"))
+    for name, there in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
+        advice = "" if there else f"install a torch that is built with {name}"
+        text = "in torch" if there else "not in this torch"
+        findings.append(Finding(room, name, "ok" if there else "missing", text, advice))
+    return findings
+
+
+def _torch(room: str) -> Finding:
+    import torch
+
+    return Finding(room, "torch", "ok", torch.__version__)
+
+
+def _host() -> list[Finding]:
+    room, advice = "host backend", "pip install 'ub_dynamic[mpi]'"
+    findings = [_package(room, "mpi4py", advice=advice)]
+    if findings[0].state == "ok":
+        findings.append(_mpi_library(room))
+    mpirun = find_mpirun()
+    if mpirun is None:
+        findings.append(Finding(room, "mpirun", "missing", "not beside this Python nor on PATH", advice))
+    else:
+        findings.append(Finding(room, "mpirun", "ok", f"{mpirun} ({mpi_flavor(mpirun)})"))
+    return findings
+
+
+def _mpi_library(room: str) -> Finding:
+    """Which MPI mpi4py loads: Get_library_version may be called before MPI_Init."""
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False; import json; from mpi4py import MPI; "
+        "print(json.dumps(MPI.Get_library_version()))"
+    )
+    answer = _ask(code)
+    if isinstance(answer, str):
+        lines = [line.strip() for line in answer.replace("\x00", "").splitlines() if line.strip()]
+        return Finding(room, "MPI library", "ok", ", ".join(" ".join(line.split()) for line in lines[:1]))
+    return Finding(
+        room,
+        "MPI library",
+        "broken",
+        answer["error"],
+        "pip install mpich, or set MPI4PY_LIBMPI to your MPI's libmpi",
+    )
+
+
+def _te() -> list[Finding]:
+    room = "TE backend"
+    if find_spec("transformer_engine") is None:
+        advice = "pip install --no-build-isolation 'transformer-engine[pytorch]' (it needs torch's CUDA build)"
+        missing = Finding(room, "Transformer Engine", "missing", "not installed", advice)
+        return [missing, Finding(room, "native file", "missing", "needs Transformer Engine")]
+    answer = _ask("import json, transformer_engine, transformer_engine.pytorch; print(json.dumps('imports'))")
+    version = _version("transformer_engine") or "version unknown"
+    if answer == "imports":
+        findings = [Finding(room, "Transformer Engine", "ok", version)]
+    else:
+        text = f"{version}, but it does not import: {answer['error']}"
+        advice = "reinstall it for this torch: pip install --force-reinstall --no-build-isolation"
+        findings = [Finding(room, "Transformer Engine", "broken", text, f"{advice} 'transformer-engine[pytorch]'")]
+    return [*findings, *_native(room), *_te_details(room)]
+
+
+def _native(room: str) -> list[Finding]:
+    """Whether the native file is compiled, or could be: by the backend's own search for compiler and headers."""
+    try:
+        from ..backends.te import build
+
+        tools = build.find_toolchain()
+        finished = build.cache_folder() / tools.key / f"{build.MODULE}.so"
+    except UBDynamicError as error:
+        return [Finding(room, "native file", "missing", str(error), "see there")]
+    except ImportError as error:
+        return [Finding(room, "native file", "missing", str(error), "pip install 'ub_dynamic[te]'")]
+    compiler = Finding(room, "C++ compiler", "ok", " ".join(tools.compiler))
+    headers = Finding(room, "TE headers", "ok", str(tools.te_include))
+    state = "compiled" if finished.exists() else "will be compiled at first use (some seconds)"
+    return [compiler, headers, Finding(room, "native file", "ok", f"{state}: {finished}")]
+
+
+def _te_details(room: str) -> list[Finding]:
+    """What the TE backend itself has to say, if it says anything without communicators."""
+    code = (
+        "import json; from ub_dynamic.backends import te; "
+        "print(json.dumps({k: str(v) for k, v in getattr(te, 'doctor_report', dict)().items()}))"
+    )
+    answer = _ask(code)
+    if "error" in answer:
+        return [Finding(room, "backend", "broken", answer["error"], "please report this")]
+    return [Finding(room, name, "ok", text) for name, text in answer.items()]
+
+
+def _extras() -> list[Finding]:
+    extras = {
+        "cli": ("typer", "rich"),
+        "plot": ("matplotlib",),
+        "test": ("pytest", "hypothesis", "pytest-timeout"),
+        "dev": ("ruff", "mypy"),
+    }
+    return [
+        _package("extras", name, advice=f"pip install 'ub_dynamic[{extra}]'")
+        for extra, names in extras.items()
+        for name in names
+    ]
+
+
+def _package(room: str, name: str, *, advice: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(room, name, "missing", "not installed", advice)
+    return Finding(room, name, "ok", version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _ask(code: str, timeout_s: float = 120.0) -> Any:
+    """The JSON that `code` prints last in a Python of its own, or {"error": why not}."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer after {timeout_s:g} s"}
+    if done.returncode < 0:
+        return {"error": f"ended by signal {-done.returncode}"}
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        return {"error": lines[-1] if lines else f"exited {done.returncode} and said nothing"}
