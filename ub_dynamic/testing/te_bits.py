@@ -73,9 +73,7 @@ def random_lengths(count: int, multiple: int, capacity: int, seed: int) -> tuple
     """
     choose = random.Random(seed)
     ends = [capacity, multiple, capacity - multiple, 2 * multiple]
-    others = [
-        choose.randrange(1, capacity // multiple + 1) * multiple for _ in range(max(0, count - len(ends)))
-    ]
+    others = [choose.randrange(1, capacity // multiple + 1) * multiple for _ in range(max(0, count - len(ends)))]
     third = len(others) // 3
     rising, falling, jumping = others[:third], others[third : 2 * third], others[2 * third :]
     return tuple((ends + sorted(rising) + sorted(falling, reverse=True) + jumping)[:count])
@@ -151,16 +149,20 @@ def initialize_dynamic(world: World, sweep: Sweep, **options: Any) -> ubd.Manage
     )
 
 
-def dynamic_pass(world: World, sweep: Sweep) -> Results:
-    """Every step with one set of buffers at capacity, all of them filled with NaN before each step."""
-    initialize_dynamic(world, sweep)
+def dynamic_pass(world: World, sweep: Sweep, *, auto: bool = False) -> Results:
+    """Every step with one set of buffers at capacity, all of them filled with NaN before each step.
+
+    With ``auto`` the shape is never set; the operands set it.
+    """
+    initialize_dynamic(world, sweep, auto=auto)
     try:
         layers = _layers(world, sweep, True)
         found: Results = {}
         for index, tokens in enumerate(sweep.lengths):
             for (recipe, kind), layer in layers.items():
                 poison(world)
-                ubd.set_ub_active_shape([tokens, sweep.hidden])
+                if not auto:
+                    ubd.set_ub_active_shape([tokens, sweep.hidden])
                 found[index, recipe, kind] = _step(world, sweep, index, recipe, kind, layer)
         world.barrier()
     finally:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..packing import PackedBatch
 from .te_world import World
 
 RECIPES = ("bf16", "delayed", "current")
@@ -218,9 +220,7 @@ def build(
     equal.
     """
     layer = (
-        kind.build(hidden, world, overlap.flags(on), **more)
-        if more
-        else kind.build(hidden, world, overlap.flags(on))
+        kind.build(hidden, world, overlap.flags(on), **more) if more else kind.build(hidden, world, overlap.flags(on))
     )
     fill_parameters(layer, world)
     return layer
@@ -241,14 +241,18 @@ def fill_parameters(layer: torch.nn.Module, world: World) -> None:
 
 def random_input(kind: LayerKind, tokens: int, hidden: int, world: World, seed: int = 0) -> torch.Tensor:
     """This rank's operand at ``tokens``, in bfloat16."""
-    return random_tensor(
-        kind.input_shape(tokens, hidden, world.size), world, 7 * tokens + 1_000_003 * seed + 1
-    )
+    return random_tensor(kind.input_shape(tokens, hidden, world.size), world, 7 * tokens + 1_000_003 * seed + 1)
 
 
 def random_tensor(shape: tuple[int, ...], world: World, seed: int) -> torch.Tensor:
     generator = torch.Generator(world.device).manual_seed(64 * seed + world.rank)
     return torch.randn(shape, generator=generator, device=world.device, dtype=torch.bfloat16)
+
+
+def thd_arguments(layer: torch.nn.Module, batch: PackedBatch, device: torch.device) -> dict[str, Any]:
+    """What the forward of a ``te.TransformerLayer`` with THD attention takes beside the tokens of ``batch``."""
+    known = inspect.signature(layer.forward).parameters
+    return {name: value for name, value in batch.dpa_kwargs(device).items() if name in known}
 
 
 def recipe_of(name: str) -> Any:
