@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TE backend: the communicators of one ``initialize_ub``, held weakly and given an active shape natively."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+from ...errors import UBUnsupportedError
+from ...groups import Group
+from ...shapes import CommSpec, Shape
+from ..protocol import OnOperand
+from .communicators import Communicator
+from .guard import Guard
+from .shutdown import Bootstrap, destroy_communicators
+
+
+class TEBackend:
+    """What :class:`~ub_dynamic.backends.protocol.Backend` asks for, over stock Transformer Engine.
+
+    ``helper`` is the bootstrap object that the shared communicator calls for every later registration. It is kept
+    alive here, so that communicators can be constructed with it after initialisation too.
+    """
+
+    name = "te"
+
+    def __init__(
+        self,
+        communicators: tuple[Communicator, ...],
+        capacity: Shape,
+        group: Group,
+        *,
+        native: ModuleType | None,
+        registry: Any,
+        bootstrap: Bootstrap,
+    ) -> None:
+        self.communicators = communicators
+        self.capacity = capacity
+        self.native = native
+        self.specs: Mapping[str, CommSpec] = MappingProxyType(
+            {comm.name: comm.spec for comm in communicators if comm.spec is not None}
+        )
+        self.skipped: Mapping[str, str] = MappingProxyType(
+            {comm.name: comm.skipped for comm in communicators if comm.skipped is not None}
+        )
+        self._nvtx = os.environ.get("NVTE_NVTX_ENABLED", "0") == "1"  # TE's own switch
+        self._group = group
+        self._bootstrap = bootstrap
+        self._registry = registry
+        self._index = {name: index for index, name in enumerate(self.specs)}
+        self._destroyed = False
+        self.guard = Guard(communicators, capacity, nvtx=self._nvtx)
+        self.apply: Callable[[int], None] = self._make_apply()
+
+    def _make_apply(self) -> Callable[[int], None]:
+        # The bound native function itself: nothing of Python stands between the manager and the rewrite.
+        if not self.specs:
+            return self._refuse if any(comm.fixed for comm in self.communicators) else lambda tokens: None
+        native: Callable[[int], None] = self._registry.apply
+        if not self._nvtx:
+            return native
+
+        def apply(tokens: int) -> None:
+            with torch.cuda.nvtx.range(f"ub_dynamic.set_active_shape T={tokens}"):
+                native(tokens)
+
+        return apply
+
+    def _refuse(self, tokens: int) -> None:
+        if tokens != self.capacity[0]:
+            reasons = "; ".join(sorted(set(self.skipped.values())))
+            raise UBUnsupportedError(
+                f"no communicator can take T = {tokens}, all stay at capacity {list(self.capacity)}: {reasons}"
+            )
+
+    def apply_one(self, name: str, tokens: int) -> None:
+        self._registry.apply_one(self._index[name], tokens)
+
+    def busy(self) -> str | None:
+        return self.guard.busy()
+
+    def find(self, communicator: object) -> str | None:
+        return next((comm.name for comm in self.communicators if comm.reference() is communicator), None)
+
+    def connect(self, on_operand: OnOperand | None) -> None:
+        self.guard.remove()
+        if on_operand is not None:
+            self.guard.install(on_operand)
+
+    @property
+    def helper(self) -> Any:
+        """TE's bootstrap object, to construct further communicators with; the shared communicator calls it."""
+        return self._bootstrap.helper
+
+    def active_tokens(self, name: str) -> int:
+        """T of one communicator as its object has it now (the capacity if it does not follow)."""
+        if name not in self._index:
+            return self.capacity[0]
+        tokens: int = self._registry.active(self._index[name])
+        return tokens
+
+    def destroy(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self.guard.remove()
+        if self._registry is not None:
+            self._registry.clear()
+        references = {comm.name: comm.reference for comm in self.communicators}
+        destroy_communicators(references, self._group, self.native, self._bootstrap)
+
+    def doctor_report(self) -> dict[str, Any]:
+        """One row a communicator: method, collective, dtype, active T, why it stays at capacity, overlaps run.
+
+        The guard counts the overlaps; without it none are counted.
+        """
+        return {"capacity": list(self.capacity), "communicators": [self._row(comm) for comm in self.communicators]}
+
+    def _row(self, comm: Communicator) -> dict[str, Any]:
+        spec = comm.spec
+        return {
+            "name": comm.name,
+            "dynamic": spec is not None,
+            "reason": comm.skipped,
+            "method": spec.method if spec else None,
+            "collective": spec.collective if spec else None,
+            "dtype": str(spec.dtype).removeprefix("torch.") if spec else None,
+            "num_splits": spec.num_splits if spec else None,
+            "num_sm": spec.num_sm if spec else None,
+            "active_tokens": self.active_tokens(comm.name),
+            "overlaps": {kind: count for (name, kind), count in self.guard.runs.items() if name == comm.name},
+        }

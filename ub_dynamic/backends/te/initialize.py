@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs TE's own ``initialize_ub`` and makes a backend of what it created, on all ranks or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import UBShapeError, UBStateError, UBUnsupportedError
+from ...groups import Group
+from ...shapes import Shape
+from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
+from . import native as native_file
+from .backend import TEBackend
+from .build import find_te
+from .communicators import Communicator, communicator_name, read_communicators
+from .install import stock
+from .patches import Patches
+from .shutdown import Bootstrap, destroy_objects
+
+logger = logging.getLogger("ub_dynamic")
+_MINIMUM = (2, 10)
+
+
+def create_te_backend(
+    capacity: Shape,
+    tp_size: int,
+    use_fp8: bool,
+    quantization_modes: Sequence[Any] | None,
+    dtype: torch.dtype,
+    ub_cfgs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None,
+    bootstrap_backend: str | None,
+    with_cublasmp: bool,
+    group: Group,
+) -> TEBackend:
+    """The arguments are those of TE's ``initialize_ub``; ``group`` is the TP group on the host.
+
+    Every rank of the world calls it. Where the native file cannot be used, for the reason that is logged, the
+    communicators are made all the same and stay at capacity. Without ``bootstrap_backend`` gloo is taken, else
+    NCCL: never MPI, which TE prefers and which ends ranks that no mpirun started.
+
+    Raises :class:`UBStateError` if TE is initialised already, the :class:`UBShapeError` family,
+    :class:`UBUnsupportedError`, and what TE raises; TE can be initialised again afterwards.
+    """
+    base = _import_te()
+    if vars(base)["_ub_communicators"] is not None:
+        raise UBStateError("TE's UserBuffers are already initialised, not by this package: call te.destroy_ub")
+    _check_topology(tp_size, group)
+    modes = _modes(base, quantization_modes, use_fp8)
+    cfgs = _cfgs(ub_cfgs, len(modes))
+    for cfg in cfgs:
+        resolve_specs(capacity, tp_size, dtype, cfg)  # raises for what TE or its kernels would not take
+    native, reason = _load_native(group)
+    bootstrap = Bootstrap()
+    try:
+        with _kept(bootstrap):
+            _call_stock(
+                shape=list(capacity),
+                tp_size=tp_size,
+                quantization_modes=modes,
+                dtype=dtype,
+                ub_cfgs=cfgs,
+                bootstrap_backend=bootstrap_backend or ("gloo" if dist.is_gloo_available() else "nccl"),
+                with_cublasmp=with_cublasmp,
+            )
+        communicators = read_communicators(_table(base), capacity, native, reason)
+        registry, reason = _register(native, communicators, group)
+        if reason:
+            communicators = read_communicators(_table(base), capacity, None, reason)
+        backend = TEBackend(communicators, capacity, group, native=native, registry=registry, bootstrap=bootstrap)
+    except BaseException as error:
+        # A half-filled table would refuse the next initialize_ub, and the traceback's variables keep it alive.
+        traceback.clear_frames(error.__traceback__)
+        destroy_objects({communicator_name(key): weakref.ref(obj) for key, obj in _table(base).items()}, native)
+        bootstrap.release(group)
+        raise
+    _log(backend)
+    return backend
+
+
+def _import_te() -> ModuleType:
+    version, _ = find_te()
+    if tuple(int(part) for part in version.split(".")[:2]) < _MINIMUM:
+        raise UBUnsupportedError(f"Transformer Engine {version} is older than 2.10: pip install -U transformer-engine")
+    if torch.version.hip is not None:
+        raise UBUnsupportedError("ROCm's Transformer Engine has other communicators; only CUDA builds are supported")
+    try:
+        import transformer_engine.pytorch.module.base as base
+    except ImportError as error:
+        raise UBUnsupportedError(f"Transformer Engine {version} does not import: {error}") from error
+    return base
+
+
+def _table(base: ModuleType) -> dict[Any, Any]:
+    """TE's communicators by key; empty before and after."""
+    return vars(base)["_ub_communicators"] or {}
+
+
+def _check_topology(tp_size: int, group: Group) -> None:
+    if not dist.is_initialized():
+        raise UBStateError("TE's UserBuffers need torch.distributed: call torch.distributed.init_process_group first")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % tp_size:
+        raise UBShapeError(f"tp_size = {tp_size} does not divide the world of {world} ranks")
+    first = rank // tp_size * tp_size
+    wanted = list(range(first, first + tp_size))
+    if list(group.members) != wanted:
+        raise UBUnsupportedError(f"TE takes contiguous ranks as TP group, here {wanted}, not {list(group.members)}")
+
+
+def _modes(base: ModuleType, modes: Sequence[Any] | None, use_fp8: bool) -> list[Any]:
+    kind = base.UserBufferQuantizationMode
+    chosen = list(modes) if modes else [kind.FP8 if use_fp8 else kind.NONE]
+    if len(set(chosen)) != len(chosen):
+        raise UBShapeError(
+            f"quantization_modes {[str(mode) for mode in chosen]} names a mode twice: TE would replace the first "
+            "communicators by the second, and the destructor of the first ones takes the shared communicator along"
+        )
+    return chosen
+
+
+def _cfgs(ub_cfgs: Any, count: int) -> list[dict[str, Any] | None]:
+    """One configuration a mode. A name that maps to None, as Megatron's presets have it, keeps its default."""
+    given = [ub_cfgs] * count if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    if len(given) != count:
+        raise UBShapeError(f"ub_cfgs has {len(given)} entries for {count} quantization modes")
+    cfgs = [None if cfg is None else {k: dict(v) for k, v in cfg.items() if v is not None} for cfg in given]
+    if sum(_reduces_dgrad(cfg) for cfg in cfgs if cfg) > 1:
+        raise UBUnsupportedError(
+            "TE's initialize_ub takes a dgrad reduce-scatter (a qkv_dgrad or fc1_dgrad that is not bulk) in one "
+            "quantization mode only: its tables are changed by the first and refuse the second"
+        )
+    return cfgs
+
+
+def _reduces_dgrad(cfg: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(cfg.get(name, {}).get("method", "bulk") != "bulk" for name in DGRAD_REDUCE_SCATTER)
+
+
+def _call_stock(**arguments: Any) -> None:
+    """TE's own function, with those of the arguments that this version has."""
+    function = stock("initialize_ub")
+    accepted = inspect.signature(function).parameters
+    if arguments["with_cublasmp"] and "with_cublasmp" not in accepted:
+        raise UBUnsupportedError("with_cublasmp came with Transformer Engine 2.17; this one is older")
+    function(**{name: value for name, value in arguments.items() if name in accepted})
+
+
+@contextlib.contextmanager
+def _kept(bootstrap: Bootstrap) -> Iterator[None]:
+    """Keeps what TE's function makes and drops, though the shared communicator goes on calling it."""
+    import transformer_engine_torch as tex
+
+    def keep(original: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            bootstrap.groups += args
+            bootstrap.helper = original(*args, **kwargs)
+            return bootstrap.helper
+
+        return make
+
+    patches = Patches()
+    patches.replace(tex, "CommOverlapHelper", keep)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _load_native(group: Group) -> tuple[ModuleType | None, str]:
+    """The native file on all ranks or on none, then with the reason of a rank that lacks it."""
+    native, reason = None, ""
+    try:
+        native = native_file.load()
+    except UBUnsupportedError as error:
+        reason = str(error)
+    reason = _any_reason(group, reason)
+    return (None, reason) if reason else (native, "")
+
+
+def _register(native: ModuleType | None, communicators: Sequence[Communicator], group: Group) -> tuple[Any, str]:
+    """All dynamic communicators in one native registry, each one tested; or None and why not, on any rank."""
+    if native is None:
+        return None, ""
+    registry, reason = native.Registry(), ""
+    try:
+        for comm in communicators:
+            if comm.spec is not None:
+                index = registry.add(comm.reference(), comm.spec.capacity[0])
+                native_file.self_test(native, registry, index, comm.reference(), comm.spec)
+    except (RuntimeError, UBUnsupportedError) as error:
+        reason = str(error)
+    reason = _any_reason(group, reason)
+    return (None, reason) if reason else (registry, "")
+
+
+def _any_reason(group: Group, reason: str) -> str:
+    reasons = group.allgather(reason, "agreeing on the native file")
+    return next((f"rank {rank}: {text}" for rank, text in zip(group.members, reasons, strict=True) if text), "")
+
+
+def _log(backend: TEBackend) -> None:
+    if backend.specs:
+        logger.info("follow the active shape: %s", ", ".join(backend.specs))
+    for reason in sorted(set(backend.skipped.values())):
+        names = ", ".join(name for name, why in backend.skipped.items() if why == reason)
+        logger.log(logging.INFO if backend.specs else logging.WARNING, "stay at capacity: %s: %s", names, reason)
