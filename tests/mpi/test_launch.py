@@ -71,7 +71,7 @@ subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=nowhere, stder
 def test_survivors_of_a_killed_rank(tmp_path: Path) -> None:
     file = program(tmp_path, SURVIVES)
     alone = run_ranks(file, 2, keep_survivors=True)
-    assert alone.returncode != 0
+    assert not alone.timed_out
     assert not alone.leftover
     assert "survived" in alone.stdout
     ended = run_ranks(file, 2)

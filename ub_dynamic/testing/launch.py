@@ -23,12 +23,15 @@ from .marked import kill_marked, marked_pids, new_mark
 
 Launcher = Literal["mpirun", "torchrun"]
 
-# Open MPI refuses root and more ranks than cores by default; ranks that spin starve each other on few cores.
+# Open MPI by default refuses root and more ranks than cores, and binds a rank to one core, where its progress
+# thread and its GEMMs would take turns; ranks that spin starve each other on few cores.
 _OPEN_MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # 5.x
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # 4.x
+    "PRTE_MCA_hwloc_default_binding_policy": "none",  # 5.x
+    "OMPI_MCA_hwloc_base_binding_policy": "none",  # 4.x
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "tcp,self",
 }
@@ -72,11 +75,10 @@ def run_ranks(
     """Run `program` (a .py file or a module name) on n ranks of this Python; wait at most `timeout` seconds.
 
     `env` is added to this process's environment. With `keep_survivors` the launcher does not end the other
-    ranks when one dies, so that a test can see what they do by themselves.
+    ranks when one dies, so that a test can see what they do by themselves; the exit status is then the
+    launcher's own affair (MPICH gives the dead rank's, Open MPI 0).
     """
-    with start_ranks(
-        program, n, args, env=env, launcher=launcher, keep_survivors=keep_survivors, cwd=cwd
-    ) as run:
+    with start_ranks(program, n, args, env=env, launcher=launcher, keep_survivors=keep_survivors, cwd=cwd) as run:
         return run.wait(timeout)
 
 
