@@ -61,11 +61,7 @@ if __name__ == "__main__":
     options.add_argument("--lengths", type=int, default=40, help="how many T for each sweep")
     options.add_argument("--hidden", type=int, default=1024)
     options.add_argument("--capacity", type=int, default=2048)
-    options.add_argument(
-        "--overlap", nargs="*", choices=sorted(OVERLAPS), help="only these choices of overlap"
-    )
-    options.add_argument(
-        "--name", default="te_bits", help="name of the result file, as for another version of TE"
-    )
+    options.add_argument("--overlap", nargs="*", choices=sorted(OVERLAPS), help="only these choices of overlap")
+    options.add_argument("--name", default="te_bits", help="name of the result file, as for another version of TE")
     chosen = options.parse_args()
     raise SystemExit(_one_gpu.main(chosen.name, chosen, measure, figures))

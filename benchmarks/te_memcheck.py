@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compute-sanitizer memcheck over every method at T below and at capacity. Writes te_memcheck.json.
+
+    python benchmarks/te_memcheck.py --tp 2
+
+Each rank runs under a sanitizer of its own, without MPS. ``errors`` counts what the sanitizers report, and a
+start that does not end well counts as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _one_gpu
+
+from ub_dynamic.testing.one_gpu import OneGpu, run
+from ub_dynamic.testing.results import write_result
+from ub_dynamic.testing.te_layers import OVERLAPS
+
+HIDDEN, CAPACITY = 256, 256
+_SUMMARY = re.compile(rb"ERROR SUMMARY: (\d+) error")
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_rank(name: str) -> None:
+    """A step of every layer kind that this overlap has, at a small T, another one, and capacity."""
+    import ub_dynamic as ubd
+    from ub_dynamic.testing.te_layers import KINDS, build, random_input, step
+    from ub_dynamic.testing.te_world import communicators, quantization_modes, te_world
+
+    overlap = OVERLAPS[name]
+    chosen = ("te.LayerNormMLP",) if overlap.dgrad_rs else ("te.LayerNormMLP", "te.Linear row", "te.ops column")
+    with te_world(300.0) as world:
+        ubd.initialize_ub(
+            [CAPACITY, HIDDEN],
+            world.size,
+            quantization_modes=quantization_modes(["none"]),
+            ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
+            bootstrap_backend="gloo",
+            backend="te",
+        )
+        for kind in (KINDS[each] for each in chosen):
+            layer = build(kind, overlap, HIDDEN, world)
+            for tokens in (CAPACITY // 2, 4 * world.size, CAPACITY):
+                world.barrier()
+                ubd.set_ub_active_shape([tokens, HIDDEN])
+                step(layer, random_input(kind, tokens, HIDDEN, world), world)
+        world.barrier()
+        assert communicators()
+        ubd.destroy_ub()
+        print(f"steps done: {name}", flush=True)
+
+
+def check(tp: int, name: str, timeout_s: float) -> dict[str, Any]:
+    """One start under the sanitizer: its error counts and how it ended."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+    command = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--report-api-errors", "no"]
+    command += [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--on-rank", name]
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": path, "UB_TIMEOUT": "600", "UB_DYNAMIC_TIMEOUT": "300"}
+    output = io.BytesIO()
+    begin = time.monotonic()
+    outcome = run(command, OneGpu(tp, timeout_s=timeout_s, env=environment), output)
+    text = output.getvalue()
+    counts = [int(count) for count in _SUMMARY.findall(text)]
+    complete = text.count(f"steps done: {name}".encode()) == tp and len(counts) >= tp
+    errors = sum(counts) + (0 if complete else 1)
+    if errors:
+        sys.stdout.buffer.write(text[-8000:])
+    row = {"tp": tp, "overlap": name, "methods": ", ".join(OVERLAPS[name].methods), "errors": errors}
+    return {**row, "status": outcome.returncode, "summaries": len(counts), "seconds": time.monotonic() - begin}
+
+
+def main(options: argparse.Namespace) -> int:
+    rows: list[dict[str, Any]] = []
+    for tp in options.tp:
+        for name in options.overlap:
+            rows.append(check(tp, name, options.timeout))
+            print(rows[-1], flush=True)
+            figures = {"errors": sum(row["errors"] for row in rows), "starts": len(rows)}
+            write_result("te_memcheck", figures, rows, mode=f"one-gpu-{tp}-ranks", folder=options.out)
+    return int(any(row["errors"] for row in rows))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _one_gpu.parser(__doc__, tp=(2,), timeout=240)
+    parser.add_argument("--overlap", nargs="+", choices=sorted(OVERLAPS), default=list(OVERLAPS))
+    parser.add_argument("--on-rank", choices=sorted(OVERLAPS), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    chosen = parse()
+    if chosen.on_rank:
+        on_rank(chosen.on_rank)
+    else:
+        raise SystemExit(main(chosen))
