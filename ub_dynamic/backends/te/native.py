@@ -61,11 +61,11 @@ def self_test(native: ModuleType, registry: Any, index: int, communicator: Any, 
             finally:
                 registry.apply_one(index, spec.capacity[0])
             _compare(native, communicator, spec.layout(spec.capacity[0]), spec)
-    except _Mismatch as mismatch:
+    except (_Mismatch, RuntimeError) as error:
         raise UBUnsupportedError(
-            f"the communicators of {versions()} are not what this package knows: {spec.name}: {mismatch}. "
+            f"the communicators of {versions()} are not what this package knows: {spec.name}: {error}. "
             "TE overlap at a fixed capacity keeps working"
-        ) from None
+        ) from error
 
 
 class _Mismatch(Exception):

@@ -88,15 +88,18 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
 
 def holders(reference: weakref.ref[Any]) -> list[str]:
     """Who refers to an object, as well as Python can tell: variables, containers by type and variable."""
-    target = reference()  # no closure may capture it: its cell would be found as a holder
-    found = [f"variable {where}" for where, value in _variables() if value is target]
-    own = sys._getframe()
+    target = reference()  # handed on as an argument only: the cell of a closure would be found as a holder
+    found = [f"variable {where}" for where in _names_of(target)]
     for holder in gc.get_referrers(target):
-        if holder is own or isinstance(holder, types.FrameType) or _is_namespace(holder):
+        if isinstance(holder, types.FrameType) or _is_namespace(holder):
             continue
-        names = [where for where, value in _variables() if value is holder]
+        names = _names_of(holder)
         found.append(f"a {type(holder).__name__}" + (f" in variable {names[0]}" if names else ""))
     return found
+
+
+def _names_of(value: object) -> list[str]:
+    return [where for where, held in _variables() if held is value]
 
 
 def _is_namespace(holder: object) -> bool:
