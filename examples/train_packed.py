@@ -44,8 +44,8 @@ def run_job(settings: argparse.Namespace, launch: Launch) -> None:
     """Prepare, train, report; rank 0 alone speaks and writes."""
     # Only now: check_extras has seen that what these need is there.
     from packed.job import prepare, train, use_own_cores
-    from packed.report import ProgressBar, make_console, picture, table
-    from packed.summary import rows, summarise, write_demo_result
+    from packed.report import ProgressBar, make_console, table
+    from packed.summary import summarise, write_files
 
     use_own_cores(launch)
     group = tensor_parallel_group(launch.world_size)
@@ -56,22 +56,13 @@ def run_job(settings: argparse.Namespace, launch: Launch) -> None:
     summary = summarise(settings, work, group, runs)
     if settings.trace:
         runs[0].save_trace(settings.trace)
-    if launch.rank:
-        return
-    written = [settings.out / "summary.json"]
-    written[0].write_text(json.dumps({**summary, "rows": rows(runs)}, indent=1) + "\n")
-    if not settings.no_plot:
-        written.append(settings.out / "tokens.png")
-        picture(written[-1], runs, work.capacity)
-    if settings.trace:
-        written.append(settings.trace)
-    if settings.result:
-        written.append(write_demo_result(summary, runs, launch))
-    console.print(table(summary))
-    for path in written:
-        console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
-    if settings.json:
-        print(json.dumps(summary, indent=1))
+    if launch.rank == 0:
+        written = write_files(settings, summary, runs)
+        console.print(table(summary))
+        for path in written:
+            console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+        if settings.json:
+            print(json.dumps(summary, indent=1))
 
 
 def check_extras(settings: argparse.Namespace) -> None:

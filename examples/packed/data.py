@@ -73,9 +73,7 @@ class Packed:
     def padded_to(self, tokens: int) -> Packed:
         """The same documents with T = ``tokens``, as a job has them whose buffers know one shape only."""
         lengths, tp = [len(document) for document in self.documents], self.batch.tp
-        return Packed(
-            self.documents, PackedBatch.from_lengths(lengths, tp=tp, capacity=tokens, bucket=tokens)
-        )
+        return Packed(self.documents, PackedBatch.from_lengths(lengths, tp=tp, capacity=tokens, bucket=tokens))
 
 
 def pack(documents: Sequence[bytes], plan: Plan) -> list[Packed]:

@@ -63,9 +63,7 @@ def train(settings: argparse.Namespace, work: Work, group: Group, on_step: OnSte
     dynamic and pad share the buffers and take turns step by step, so that a busy machine is fair to both.
     rebuild destroys the buffers and comes last.
     """
-    model = ModelConfig(
-        settings.hidden, settings.layers, settings.heads, getattr(torch, settings.dtype), settings.seed
-    )
+    model = ModelConfig(settings.hidden, settings.layers, settings.heads, getattr(torch, settings.dtype), settings.seed)
     config = TrainConfig(learning_rate=settings.lr, in_flight=settings.in_flight)
 
     def register(tokens: int) -> None:

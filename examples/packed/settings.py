@@ -40,12 +40,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The settings; :class:`UsageError` for unknown or wrong flags."""
     parser = _Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what runs")
-    what.add_argument(
-        "--mode", choices=MODES, help="one way to handle T: follow it, pad to capacity, register again"
-    )
-    what.add_argument(
-        "--compare", action="store_true", help="all three over the same microbatches (the default)"
-    )
+    what.add_argument("--mode", choices=MODES, help="one way to handle T: follow it, pad to capacity, register again")
+    what.add_argument("--compare", action="store_true", help="all three over the same microbatches (the default)")
     what.add_argument("--steps", type=_positive, default=24, help="optimizer steps (default: 24)")
     what.add_argument("--accumulate", type=_positive, default=2, help="microbatches a step (default: 2)")
     what.add_argument(
@@ -62,15 +58,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a fixed number of documents a microbatch, or as many as fill a token budget",
     )
     data.add_argument("--documents", type=_positive, default=4, help="documents a microbatch (default: 4)")
-    data.add_argument(
-        "--max-document", type=_positive, default=2048, help="longest document in bytes (default: 2048)"
-    )
+    data.add_argument("--max-document", type=_positive, default=2048, help="longest document in bytes (default: 2048)")
     data.add_argument(
         "--max-tokens", type=_positive, default=8192, help="token budget of --plan packed (default: 8192)"
     )
-    data.add_argument(
-        "--seed", type=int, default=0, help="of the choice of documents and of the model (default: 0)"
-    )
+    data.add_argument("--seed", type=int, default=0, help="of the choice of documents and of the model (default: 0)")
     model = parser.add_argument_group("model")
     model.add_argument("--hidden", type=_positive, default=128, help="H (default: 128)")
     model.add_argument("--layers", type=_positive, default=2, help="(default: 2)")
@@ -92,9 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="Chrome/Perfetto trace of the first mode's GEMMs and transfers",
     )
-    output.add_argument(
-        "--json", action="store_true", help="the summary on stdout as JSON; everything else on stderr"
-    )
+    output.add_argument("--json", action="store_true", help="the summary on stdout as JSON; everything else on stderr")
     output.add_argument(
         "--result", action="store_true", help="write benchmarks/results/demo.json too (needs dynamic and pad)"
     )

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ub_dynamic.groups import Group
-from ub_dynamic.ranks import Launch
 from ub_dynamic.testing.results import command_line, write_result
 
 from .job import Work
@@ -35,18 +35,34 @@ def summarise(settings: argparse.Namespace, work: Work, group: Group, runs: Sequ
         "capacity": work.capacity,
         "microbatches": len(runs[0].records),
         "documents": sum(len(packed.documents) for step in work.steps for packed in step),
-        "settings": {
-            name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()
-        },
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()},
         "modes": {run.mode: _mode(run, work.capacity, group, padded_seconds) for run in runs},
     }
 
 
-def write_demo_result(summary: dict[str, Any], runs: Sequence[Run], launch: Launch) -> Path:
-    """``benchmarks/results/demo.json``, of a job that ran dynamic and pad."""
+def write_files(settings: argparse.Namespace, summary: dict[str, Any], runs: Sequence[Run]) -> list[Path]:
+    """Everything that the settings ask for, on one rank; the paths, with that of the trace that all ranks wrote."""
+    pictures = []
+    written = [settings.out / "summary.json"]
+    written[0].write_text(json.dumps({**summary, "rows": rows(runs)}, indent=1) + "\n")
+    if settings.trace:
+        written.append(settings.trace)
+    if settings.result:
+        written.append(_write_demo_result(summary, runs))
+        pictures.append(written[-1].with_suffix(".png"))
+    if not settings.no_plot:
+        from .picture import draw
+
+        for path in [settings.out / "tokens.png", *pictures]:
+            draw(path, runs, summary["capacity"])
+            written.append(path)
+    return written
+
+
+def _write_demo_result(summary: dict[str, Any], runs: Sequence[Run]) -> Path:
     dynamic = summary["modes"]["dynamic"]
     figures = {name: dynamic[name] for name in _FIGURES} | {"dynamic_over_pad_time": dynamic["time_over_pad"]}
-    command = f"mpirun -n {launch.world_size} {command_line()}"
+    command = f"mpirun -n {summary['tp']} {command_line()}"
     return write_result("demo", figures, rows(runs), mode="cpu-mpi", command=command)
 
 

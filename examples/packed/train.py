@@ -65,9 +65,7 @@ class Buffers:
 class Run:
     """The model, optimizer and records of one mode. Every rank calls the same methods in the same order."""
 
-    def __init__(
-        self, mode: Mode, model: ModelConfig, config: TrainConfig, buffers: Buffers, group: Group
-    ) -> None:
+    def __init__(self, mode: Mode, model: ModelConfig, config: TrainConfig, buffers: Buffers, group: Group) -> None:
         self.mode: Mode = mode
         self.config = config
         # Registration per microbatch cannot keep the buffers of several microbatches alive.

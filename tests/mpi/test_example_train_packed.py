@@ -79,9 +79,7 @@ def test_picture_and_trace(compared: tuple[Path, dict[str, Any]]) -> None:
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"GEMM", "transfer"}
 
 
-def test_losses_do_not_depend_on_tp_or_launcher(
-    tmp_path: Path, compared: tuple[Path, dict[str, Any]]
-) -> None:
+def test_losses_do_not_depend_on_tp_or_launcher(tmp_path: Path, compared: tuple[Path, dict[str, Any]]) -> None:
     flags = ("--mode", "dynamic", "--no-plot")
     expected = compared[1]["modes"]["dynamic"]["losses"]
     by_torchrun = summary(tmp_path / "torchrun", 2, *flags, launcher="torchrun")

@@ -53,11 +53,7 @@ def test_documents_of_the_standard_library_differ_in_length() -> None:
     lengths = sorted(map(len, documents))
     assert len(documents) > 2000
     assert lengths[-1] == 2048 > 2 * lengths[len(lengths) // 2]
-    assert (
-        data.draw(documents, 50, seed=3)
-        == data.draw(documents, 50, seed=3)
-        != data.draw(documents, 50, seed=4)
-    )
+    assert data.draw(documents, 50, seed=3) == data.draw(documents, 50, seed=3) != data.draw(documents, 50, seed=4)
 
 
 def test_rows_of_a_microbatch() -> None:
@@ -148,9 +144,7 @@ def test_wrong_settings(flags: list[str], text: str) -> None:
 
 def test_settings_that_do_not_fit_the_ranks_or_the_disk(tmp_path: Path) -> None:
     launch = Launch(rank=0, world_size=3, local_rank=0, launcher="torchrun")
-    with pytest.raises(
-        UsageError, match="--heads 4 cannot be divided among 3 ranks; the next valid value is 6"
-    ):
+    with pytest.raises(UsageError, match="--heads 4 cannot be divided among 3 ranks; the next valid value is 6"):
         check_ranks(parse([]), launch)
     with pytest.raises(UsageError, match="--result describes a job over MPI"):
         check_ranks(parse(["--result", "--heads", "6", "--hidden", "96"]), launch)
