@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class PlannedMicrobatch:
     """The spans of one microbatch, in packed order, and their layout; ``spans[i]`` is its entry i."""
 
     spans: tuple[Span, ...]
@@ -53,25 +53,25 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Plan(Sequence[Microbatch]):
+class Plan(Sequence[PlannedMicrobatch]):
     """Microbatches in order of their first document, and their cost. ``max_tokens``: the budget of each."""
 
-    microbatches: tuple[Microbatch, ...]
+    microbatches: tuple[PlannedMicrobatch, ...]
     max_tokens: int
 
     @overload
-    def __getitem__(self, index: int) -> Microbatch: ...
+    def __getitem__(self, index: int) -> PlannedMicrobatch: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[Microbatch, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[PlannedMicrobatch, ...]: ...
 
-    def __getitem__(self, index: int | slice) -> Microbatch | tuple[Microbatch, ...]:
+    def __getitem__(self, index: int | slice) -> PlannedMicrobatch | tuple[PlannedMicrobatch, ...]:
         return self.microbatches[index]
 
     def __len__(self) -> int:
         return len(self.microbatches)
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator[PlannedMicrobatch]:
         return iter(self.microbatches)
 
     @cached_property
@@ -122,9 +122,7 @@ def plan_microbatches(
     multiple = batch_multiple(tp, cp, align)
     room = max_tokens - max_tokens % multiple
     if room == 0:
-        raise UBCapacityError(
-            f"max_tokens = {max_tokens}: {rule(tp, cp, align)}; the next valid value is {multiple}"
-        )
+        raise UBCapacityError(f"max_tokens = {max_tokens}: {rule(tp, cp, align)}; the next valid value is {multiple}")
     if too_long == "error":
         _check_longest(lengths, room, max_tokens, cp)
     spans = list(chain.from_iterable(_spans(index, length, room) for index, length in enumerate(lengths)))
@@ -159,9 +157,7 @@ def plan_fixed_count(
 
 
 def _host_lengths(lengths: Lengths) -> tuple[int, ...]:
-    return document_lengths(
-        metadata.host_list(lengths, "lengths") if isinstance(lengths, torch.Tensor) else lengths
-    )
+    return document_lengths(metadata.host_list(lengths, "lengths") if isinstance(lengths, torch.Tensor) else lengths)
 
 
 def _check_longest(lengths: tuple[int, ...], room: int, max_tokens: int, cp: int) -> None:
@@ -181,14 +177,14 @@ def _spans(document: int, length: int, room: int) -> Iterator[Span]:
         yield Span(document, start, min(start + room, length))
 
 
-def _microbatch(spans: Sequence[Span], layout: dict[str, Any]) -> Microbatch:
+def _microbatch(spans: Sequence[Span], layout: dict[str, Any]) -> PlannedMicrobatch:
     lengths = [span.stop - span.start for span in spans]
     if not any(lengths):
         raise UBShapeError(
             f"documents {[span.document for span in spans[:8]]} would make a microbatch without any token: "
             f"drop documents of length 0, or allow more documents in a microbatch"
         )
-    return Microbatch(tuple(spans), PackedBatch.from_lengths(lengths, **layout))
+    return PlannedMicrobatch(tuple(spans), PackedBatch.from_lengths(lengths, **layout))
 
 
 def _first_fit_decreasing(rows: Sequence[int], room: int, most: int) -> list[list[int]]:
