@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the benchmarks that need no GPU, one after the other, then write the tables of benchmarks/README.md.
+"""Run every benchmark that needs no GPU, one after the other, then write the tables of benchmarks/README.md.
 
-Those for a GPU (their names begin with `te_`) are run by hand; each says how in its docstring.
+A benchmark is a program of this folder; those for a GPU have `te_` or `gpu` in their names, helpers begin with `_`.
+Each starts its own ranks, writes its own result file and says in its docstring what it measures.
 """
 
 from __future__ import annotations
@@ -10,29 +11,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ub_dynamic.testing.launch import run_ranks
-
 HERE = Path(__file__).resolve().parent
-# file -> ranks, 0 for an ordinary process
-CPU_BENCHMARKS: dict[str, int] = {}
-TIMEOUT_S = 3600.0
+TOOLS = ("run_all.py", "make_tables.py")
+
+
+def programs() -> list[Path]:
+    """The benchmarks that need no GPU, by name."""
+    return [
+        path
+        for path in sorted(HERE.glob("*.py"))
+        if path.name not in TOOLS and not path.name.startswith("_") and not {"te", "gpu"} & set(path.stem.split("_"))
+    ]
 
 
 def main() -> int:
-    failed = [name for name, ranks in CPU_BENCHMARKS.items() if run(HERE / name, ranks) != 0]
+    failed = []
+    for program in [*programs(), HERE / "make_tables.py"]:
+        print(f"== {program.name}", flush=True)
+        if subprocess.run([sys.executable, str(program)], check=False).returncode != 0:
+            failed.append(program.name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    return subprocess.run([sys.executable, str(HERE / "make_tables.py")], check=False).returncode
-
-
-def run(program: Path, ranks: int) -> int:
-    print(f"== {program.name}" + f" on {ranks} ranks" * (ranks > 0), flush=True)
-    if ranks == 0:
-        return subprocess.run([sys.executable, str(program)], check=False, timeout=TIMEOUT_S).returncode
-    result = run_ranks(program, ranks, timeout=TIMEOUT_S)
-    print(result.stdout, result.stderr, flush=True)
-    return result.returncode
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
