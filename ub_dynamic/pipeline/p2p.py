@@ -240,12 +240,12 @@ class PipelineTransport:
         self._ended = f"{type(error).__name__}: {error}"
         words = self._told[1] if self._told else pack_abort(error)
         informed = self._told[0] if self._told else self.rank
-        works = []
-        with contextlib.suppress(RuntimeError):  # the connections may be gone already
-            for direction, channel in self._out.items():
-                if channel.peer != informed:
-                    works.append(self._abort_wire.send([words], channel.peer, direction, channel.count))
-        with contextlib.suppress(TimeoutError):
+        works = [
+            self._abort_wire.send([words], channel.peer, direction, channel.count)
+            for direction, channel in self._out.items()
+            if channel.peer != informed
+        ]
+        with contextlib.suppress(TimeoutError):  # nobody listens any more
             for work in works:
                 work.wait("abort")
 

@@ -80,7 +80,7 @@ class BlockStage:
         with torch.set_grad_enabled(training):
             output, committed = self._run(hidden, [leaves[block] for block in sorted(leaves)], batch)
         leases += [value.lease.share() for value in kept.values() if value.lease]
-        self._keep(microbatch, incoming, committed)
+        self._keep(microbatch, incoming, committed, leases)
         blocks = {**leaves, **committed}
         sent = [output, *(blocks[block] for block in self.routes.send[self.stage])]
         # A send may read any buffer that the chunk has read: an output can be a view of what came in.
@@ -106,14 +106,22 @@ class BlockStage:
             raise UBShapeError(f"the last stage returns its loss, one number, not {list(output.shape)}")
         return output, dict(zip(numbers, committed, strict=True))
 
-    def _keep(self, microbatch: int, incoming: dict[int, Lease], committed: dict[int, torch.Tensor]) -> None:
-        if self.routes.keeps(self.stage):
-            for block, lease in incoming.items():
-                self.store.put(microbatch, block, lease.tensor, lease)
-            for block, tensor in committed.items():
-                self.store.put(microbatch, block, tensor)
-        else:
+    def _keep(
+        self,
+        microbatch: int,
+        incoming: dict[int, Lease],
+        committed: dict[int, torch.Tensor],
+        leases: Sequence[Lease],
+    ) -> None:
+        if not self.routes.keeps(self.stage):
             self.store.release(microbatch)  # this was the rank's last chunk
+            return
+        for block, lease in incoming.items():
+            self.store.put(microbatch, block, lease.tensor, lease)
+        for block, tensor in committed.items():
+            # A chunk that commits what came in, or a view of it, commits memory of a receive buffer.
+            under = next((lease for lease in leases if _memory(lease.tensor) == _memory(tensor)), None)
+            self.store.put(microbatch, block, tensor, under)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -124,7 +132,7 @@ class BlockStage:
         if roots:
             torch.autograd.backward(roots, grads)
         del roots, grads
-        borrowed = {lease.tensor.untyped_storage().data_ptr() for lease in (message.leases if message else ())}
+        borrowed = {_memory(lease.tensor) for lease in (message.leases if message else ())}
         result = self._gradients(record, microbatch, borrowed)
         _release([*record.leases, *(message.leases if message else ())])
         if self.stage < self.routes.pp:
@@ -184,7 +192,12 @@ def _grad(leaf: torch.Tensor, borrowed: set[int]) -> torch.Tensor:
     grad = leaf.grad
     if grad is None:
         return torch.zeros_like(leaf)
-    return grad.clone() if grad.untyped_storage().data_ptr() in borrowed else grad
+    return grad.clone() if _memory(grad) in borrowed else grad
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of what a tensor lies in, the same for all its views."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _release(leases: Sequence[Lease]) -> None:

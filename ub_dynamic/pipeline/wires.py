@@ -74,26 +74,32 @@ class HostWire:
         serial: int,
     ) -> Work:
         base = (((serial % (1 << 21)) << 1 | (direction == "backward")) << 8) + self._first_part
-        works = [
-            operation(tensor, self._members[peer], self._group, base + part) for part, tensor in enumerate(tensors)
-        ]
-        return _HostWork(works, self._timeout_s)
+        works: list[dist.Work] = []
+        broken = None
+        try:
+            for part, tensor in enumerate(tensors):
+                works.append(operation(tensor, self._members[peer], self._group, base + part))
+        except RuntimeError as error:  # the connection has ended: whoever waits for this says so
+            broken = error
+        return _HostWork(works, broken, self._timeout_s)
 
 
 class _HostWork:
-    def __init__(self, works: list[dist.Work], timeout_s: float) -> None:
-        self._works, self._timeout_s = works, timeout_s
+    def __init__(self, works: Sequence[dist.Work], broken: RuntimeError | None, timeout_s: float) -> None:
+        self._works, self._broken, self._timeout_s = works, broken, timeout_s
 
     def wait(self, what: str) -> None:
-        for work in self._works:
-            try:
+        try:
+            if self._broken:
+                raise self._broken
+            for work in self._works:
                 work.wait(timedelta(seconds=self._timeout_s))
-            except RuntimeError as error:
-                late = "imed out" in str(error)
-                how = f"no answer within {self._timeout_s:g} s" if late else "the connection ended"
-                raise UBTimeoutError(
-                    f"{what}: {how} (UB_DYNAMIC_TIMEOUT sets the wait in seconds, if a stage may take longer)"
-                ) from error
+        except RuntimeError as error:
+            late = "imed out" in str(error)
+            how = f"no answer within {self._timeout_s:g} s" if late else "the connection ended"
+            raise UBTimeoutError(
+                f"{what}: {how} (UB_DYNAMIC_TIMEOUT sets the wait in seconds, if a stage may take longer)"
+            ) from error
 
 
 class NcclWire:
