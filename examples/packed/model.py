@@ -89,16 +89,18 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> 
     """
     batch = rows.batch
     parts = []
-    for document, (query, key, value) in enumerate(
-        zip(q.split(batch.padded), k.split(batch.padded), v.split(batch.padded), strict=True)
-    ):
-        if document < batch.documents:
-            heads_first = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-            context = F.scaled_dot_product_attention(*heads_first, is_causal=True)
-            parts.append(context.squeeze(0).transpose(0, 1))
+    documents = zip(q.split(batch.padded), k.split(batch.padded), v.split(batch.padded), strict=True)
+    for index, (query, key, value) in enumerate(documents):
+        if index < batch.documents:
+            parts.append(_causal(query, key, value))
         else:
             parts.append(torch.zeros_like(query))
     return torch.cat(parts)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))  # [1, heads, rows, head size]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor]

@@ -26,7 +26,7 @@ def draw(path: Path, runs: Sequence[Run], capacity: int) -> None:
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10, 6.4), layout="constrained")
-        axes = figure.subplot_mosaic([["tokens", "tokens"], ["time", "loss"]])
+        axes: dict[str, Any] = figure.subplot_mosaic([["tokens", "tokens"], ["time", "loss"]])
         _draw_tokens(axes["tokens"], runs[0].records, capacity)
         _draw_time(axes["time"], runs)
         _draw_loss(axes["loss"], runs)
