@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 try:
     import transformer_engine.pytorch  # noqa: F401
 except ImportError as error:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native source compiles against the headers of every supported Transformer Engine.
+
+The source package of TE's torch binding carries the same headers as the wheel and is a thousandth of its size. pip
+fetches it once per version into the cache; only the headers are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ub_dynamic.backends.te import build
+
+VERSIONS = ("2.10.0", "2.14.0", "2.18.0", "2.20.2")
+PACKAGE = "transformer-engine-torch"
+LAYOUT = Path(__file__).parent / "csrc" / "layout.cpp"
+
+
+def headers(version: str) -> Path:
+    """The folder ``common`` of TE's headers; skips (in CI: fails) if pip cannot fetch them."""
+    target = build.cache_folder() / "headers" / version
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=build.cache_folder()) as scratch:
+            archive = _download(version, Path(scratch))
+            with tarfile.open(archive) as tar:
+                tar.extractall(scratch, filter="data")
+            target.parent.mkdir(exist_ok=True)
+            os.replace(Path(scratch) / archive.name.removesuffix(".tar.gz") / "common_headers", target)
+    return target / "common"
+
+
+def _download(version: str, scratch: Path) -> Path:
+    # pip asks the package for its metadata, whose setup.py needs torch (which is here) and wheel.
+    tools = scratch / "tools"
+    _pip("install", "--target", str(tools), "wheel")
+    fetch = ("download", "--no-deps", "--no-build-isolation", "--no-binary", PACKAGE, "-d", str(scratch))
+    _pip(*fetch, f"{PACKAGE}=={version}", path=tools)
+    return next(scratch.glob("*.tar.gz"))
+
+
+def _pip(*args: str, path: Path | None = None) -> None:
+    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *args]
+    env = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        text = f"pip could not fetch TE's headers (no network?): {done.stderr.strip()[-600:]}"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(text)
+
+
+def toolchain(version: str) -> build.Toolchain:
+    return replace(build.find_toolchain(), te_version=version, te_include=headers(version) / "include")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_native_source_compiles(version: str, tmp_path: Path) -> None:
+    target = tmp_path / "active_shape.so"
+    build.compile_file(toolchain(version), build.SOURCES / "active_shape.cpp", target)
+    assert target.stat().st_size > 10_000
+
+
+def test_a_renamed_member_does_not_compile(tmp_path: Path) -> None:
+    shutil.copytree(headers(VERSIONS[-1]) / "include", tmp_path / "include")
+    header = tmp_path / "include" / "transformer_engine" / "comm_gemm_overlap.h"
+    header.write_text(header.read_text().replace("_ubufs", "_buffers"))
+    tools = replace(build.find_toolchain(), te_include=tmp_path / "include")
+    with pytest.raises(build.UBUnsupportedError, match="_ubufs"):
+        build.compile_file(tools, build.SOURCES / "active_shape.cpp", tmp_path / "active_shape.so")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_stand_ins_give_the_layout_of_the_real_headers(version: str, tmp_path: Path) -> None:
+    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+    packages = sorted(folder for entry in sys.path for folder in Path(entry).glob("nvidia/*/include"))
+    if not (cuda / "crt" / "host_defines.h").exists() or not any((p / "nccl.h").exists() for p in packages):
+        pytest.skip(f"needs the real CUDA and NCCL headers ({cuda}, nvidia-nccl) to compare with")
+    common = headers(version)
+    real = [common.parent, common / "include", cuda, *packages]
+    stand_ins = [build.SOURCES / "include", common / "include"]
+    assert _layout(real, tmp_path / "real") == _layout(stand_ins, tmp_path / "stand-ins")
+
+
+def _layout(includes: list[Path], program: Path) -> str:
+    # Only declarations are used, so nothing of TE has to be linked.
+    flags = ["-std=c++17", "-O2", "-Wno-invalid-offsetof", *(f"-I{folder}" for folder in includes)]
+    command = [*build.find_toolchain().compiler, *flags, str(LAYOUT), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return subprocess.run([program], capture_output=True, text=True, timeout=60, check=True).stdout
