@@ -52,9 +52,7 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
             print(f"{name}: no rows from {tp} ranks (status {code})", file=sys.stderr)
             continue
         made = {**figures(rows), "failed_starts": int(worst != 0)}
-        write_result(
-            name, made, rows, mode=f"one-gpu-{max(row['tp'] for row in rows)}-ranks", folder=options.out
-        )
+        write_result(name, made, rows, mode=f"one-gpu-{max(row['tp'] for row in rows)}-ranks", folder=options.out)
         print(name, json.dumps(made))
     return worst
 

@@ -60,7 +60,7 @@ def _benchmark(name: str, timeout_s: float, *arguments: str, result: str | None 
 
 PARTS: tuple[Part, ...] = (
     Part("smoke", _one_gpu(2, "tests/gpu/smoke.py"), 90),
-    _benchmark("te_bits", 300),
+    _benchmark("te_bits", 360),
     _benchmark("te_step", 240),
     _benchmark("te_set_shape", 120),
     _benchmark("te_stress", 150),

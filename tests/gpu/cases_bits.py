@@ -56,7 +56,7 @@ def bits_dgrad_pipeline_reduce_scatter(world: World) -> None:
 @case(limit_s=150)
 def auto_equals_explicit(world: World) -> None:
     """No set call anywhere: every layer kind and overlap, BF16 and FP8, T that jumps."""
-    lengths = (CAPACITY, 16 * world.size, CAPACITY // 2, 8 * world.size, CAPACITY - 8 * world.size)
+    lengths = (CAPACITY, 16 * world.size, CAPACITY // 2, 32 * world.size, CAPACITY - 16 * world.size)
     for overlap in OVERLAPS.values():
         kinds = tuple(k for k in KINDS if not overlap.dgrad_rs or (KINDS[k].column and "ops" not in k))
         for recipes in (("bf16",), ("current",)):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,9 +61,13 @@ def te_world(timeout_s: float = 120.0) -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo", timeout=limit)
         yield World(dist.get_rank(), dist.get_world_size(), here, dist.group.WORLD, control)
-    finally:
-        torch.cuda.synchronize()
-        dist.destroy_process_group()
+    except BaseException:
+        # At once: an orderly end would wait for kernels that wait for the other ranks. The launcher ends those.
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
 
 
 def quantization_modes(names: Sequence[str]) -> list[Any]:
