@@ -75,14 +75,7 @@ class HostBackend:
         self._communicators[name].set_tokens(tokens)
 
     def busy(self) -> str | None:
-        if self.engine is None:
-            return None
-        if reason := self.engine.busy():
-            return reason
-        for communicator in self._all:
-            if communicator.filled:
-                return f"the buffer of {communicator.name} is filled and waits for its operation"
-        return None
+        return None if self.engine is None else self.engine.busy()
 
     def find(self, communicator: object) -> str | None:
         return next((name for name, mine in self._communicators.items() if mine is communicator), None)

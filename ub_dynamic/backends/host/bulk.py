@@ -29,7 +29,6 @@ class BulkAllGather(Communicator):
     def all_gather(self) -> Iterator[None]:
         """Send this rank's chunk to all and receive theirs in place, while the body runs."""
         with self._engine.operation("bulk all-gather", self.name, self.tokens) as operation:
-            self.filled = False
             own = self._chunk(self.rank)
             transfer = operation.transfer(
                 "all chunks",
@@ -58,7 +57,6 @@ class BulkReduceScatter(Communicator):
         check_output(self.name, out, (self.local_rows, self.hidden), self.spec.dtype)
         assert self._staging.received is not None
         with self._engine.operation("bulk reduce-scatter", self.name, self.tokens) as operation:
-            self.filled = False
             numel, shape = self.layout.local_numel, (self.local_rows, self.hidden)
             slots = {peer: self._staging.received.region(i * numel, shape) for i, peer in enumerate(self._peers())}
             transfer = operation.transfer(

@@ -27,7 +27,6 @@ class Communicator:
         self.spec, self.name, self._engine = spec, spec.name, engine
         self.rank, self.tp = engine.rank, spec.tp
         self.tokens, self.hidden = spec.capacity
-        self.filled = False  # between copy_into_buffer and the operation that uses it
         self._layout: ChunkLayout | None = None
         self._memory = RegisteredMemory(
             registered_rows(spec.method, spec.collective, *spec.capacity[:1], spec.tp) * self.hidden,
@@ -70,7 +69,7 @@ class Communicator:
                 f"of {target.numel()} elements of {target.dtype} (active [{self.tokens}, {self.hidden}])"
             )
         target.copy_(data.reshape(target.shape))
-        self.filled = True
+        self._engine.filled.add(self.name)
 
     def get_buffer(self, local_chunk: bool = False, shape: Iterable[int] | None = None) -> torch.Tensor:
         """A view of the active buffer, or of this rank's chunk; it is valid until the shape changes.

@@ -42,6 +42,7 @@ class Engine:
         self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         self._board = board
         self.failure: BaseException | None = None
+        self.filled: set[str] = set()  # communicators between copy_into_buffer and the operation that uses it
         self._open, self._owner = 0, 0  # operations under way, and the thread that they belong to
         self._lock = threading.Lock()
         everything = (*names, _PLAIN, _DESTROY)
@@ -61,7 +62,12 @@ class Engine:
         return Operation(self, what, _PLAIN if name is None else name, tokens)
 
     def busy(self) -> str | None:
-        return "an overlap operation is under way" if self._open else None
+        """Why no shape may change now, or None."""
+        if self._open:
+            return "an overlap operation is under way"
+        if self.filled:
+            return f"filled buffers wait for their operation: {', '.join(sorted(self.filled))}"
+        return None
 
     def check_thread(self, name: str) -> None:
         """Raise :class:`UBStateError` if another thread is in the middle of an operation."""
@@ -93,6 +99,7 @@ class Engine:
             self.check_thread(name)
             self._owner = threading.get_ident()
             self._open += 1
+            self.filled.discard(name)
             try:
                 number = self._log.start(index, tokens)
             except BaseException as error:

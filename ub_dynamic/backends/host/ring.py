@@ -61,7 +61,6 @@ class RingAllGather(Communicator):
 
     def _submit(self, operation: Operation) -> list[Transfer]:
         """All steps at once: the progress thread starts each when the one before it has ended."""
-        self.filled = False
         transfers = []
         if self._width == 2:
             partner = self.rank ^ 1
