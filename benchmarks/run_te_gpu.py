@@ -62,10 +62,10 @@ PARTS: tuple[Part, ...] = (
     Part("smoke", _one_gpu(2, "tests/gpu/smoke.py"), 90),
     _benchmark("te_bits", 360),
     _benchmark("te_step", 240),
-    _benchmark("te_set_shape", 120),
+    _benchmark("te_set_shape", 140, "--no-mps"),
     _benchmark("te_stress", 150),
     _benchmark("te_graphs", 120),
-    _benchmark("te_reinit", 100),
+    _benchmark("te_reinit", 120, "--no-mps"),
     Part("tests", ("-m", "pytest", "-q", "tests/gpu"), 420),
     _benchmark("te_memcheck", 300),
     _benchmark(
