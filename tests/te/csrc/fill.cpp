@@ -14,7 +14,9 @@ struct Writable : te::CommOverlapCore {
   static constexpr auto is_p2p = &Writable::_is_p2p;
 };
 
-te::DType dtype_of(size_t itemsize) { return itemsize == 1 ? te::DType::kByte : te::DType::kBFloat16; }
+te::DType dtype_of(size_t itemsize) {
+  return itemsize == 1 ? te::DType::kByte : itemsize == 2 ? te::DType::kBFloat16 : te::DType::kFloat32;
+}
 
 void fill(py::object communicator, size_t address, size_t tokens, size_t hidden, size_t itemsize, int tp, int tp_id,
           bool reduce_scatter, int num_splits, int num_sm, int region) {

@@ -88,9 +88,11 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
 
 def holders(reference: weakref.ref[Any]) -> list[str]:
     """Who refers to an object, as well as Python can tell: variables, containers by type and variable."""
-    target = reference()  # handed on as an argument only: the cell of a closure would be found as a holder
+    target = reference()
+    # First, and without a closure over it: reading f_locals and cells of comprehensions would be found as holders.
+    referrers = gc.get_referrers(target)
     found = [f"variable {where}" for where in _names_of(target)]
-    for holder in gc.get_referrers(target):
+    for holder in referrers:
         if isinstance(holder, types.FrameType) or _is_namespace(holder):
             continue
         names = _names_of(holder)

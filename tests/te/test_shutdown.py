@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Destroying: synchronised, idempotent, and survivors are found, named and kept from doing harm."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import weakref
+from typing import Any
+
+import fakes
+import pytest
+import transformer_engine.pytorch.module.base as base
+
+from ub_dynamic.backends.te import native, shutdown
+from ub_dynamic.backends.te.backend import TEBackend
+from ub_dynamic.backends.te.communicators import read_communicators
+from ub_dynamic.backends.te.initialize import _register
+from ub_dynamic.errors import UBTimeoutError
+from ub_dynamic.groups import SoloGroup
+
+CAPACITY = (256, 64)
+
+
+def release(comm: Any) -> None:
+    """Drop the reference that the test helper leaks, so that the object's real destructor can run."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(comm))
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """TE is initialised with two communicators, which nobody else holds."""
+    made = {
+        ("qkv_fprop", fakes.MODES.NONE): fakes.communicator(True, CAPACITY),
+        ("qkv_dgrad", fakes.MODES.NONE): fakes.communicator(False, CAPACITY),
+    }
+    monkeypatch.setattr(base, "_ub_communicators", made)
+    monkeypatch.setattr(base, "_ub_initialized", True)
+    return made
+
+
+def make(table: dict[Any, Any], group: Any = None) -> TEBackend:
+    module, group = native.load(), group or SoloGroup()
+    communicators = read_communicators(table, CAPACITY, module, "")
+    registry, _ = _register(module, communicators, group)
+    bootstrap = shutdown.Bootstrap()
+    return TEBackend(communicators, CAPACITY, group, native=module, registry=registry, bootstrap=bootstrap)
+
+
+def test_destroy_twice(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    backend = make(table)
+    references = [comm.reference for comm in backend.communicators]
+    for comm in table.values():
+        release(comm)
+    del comm
+    table.clear()  # as if the fixture held nothing: TE's table is this very dict
+    backend.destroy()
+    assert [reference() for reference in references] == [None, None]
+    assert base._ub_communicators is None
+    assert not base.is_ub_initialized()
+    assert not caplog.records
+    backend.destroy()
+
+
+def test_a_survivor_is_named_with_its_holder(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    backend = make(table)
+    kept_by_a_loop = table["qkv_fprop", fakes.MODES.NONE]
+    release(table["qkv_dgrad", fakes.MODES.NONE])
+    table.clear()
+    with caplog.at_level(logging.WARNING, "ub_dynamic"):
+        backend.destroy()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "qkv_fprop" in text
+    assert "qkv_dgrad" not in text
+    assert "kept_by_a_loop" in text
+    assert "test_shutdown.py" in text
+    assert "a dict" not in text  # TE's table is gone, and what looks for holders is none
+    assert "a cell" not in text
+    release(kept_by_a_loop)
+    assert native.load().inspect(kept_by_a_loop)["shape"] == (0, 0)
+    reference = weakref.ref(kept_by_a_loop)
+    del kept_by_a_loop
+    gc.collect()
+    assert reference() is not None  # it can never be destroyed any more
+
+
+def test_a_survivor_in_a_container(table: dict[Any, Any]) -> None:
+    holder = [table["qkv_fprop", fakes.MODES.NONE]]
+    found = shutdown.holders(weakref.ref(holder[0]))
+    assert any("a list in variable holder of test_a_survivor_in_a_container" in text for text in found)
+    assert any("a dict" in text for text in found)  # TE's table
+
+
+def test_a_survivor_without_the_native_file(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    comm = table["qkv_fprop", fakes.MODES.NONE]
+    reference = weakref.ref(comm)
+    assert shutdown.destroy_objects({"qkv_fprop": reference}, None) == ["qkv_fprop"]
+    release(comm)
+    del comm
+    table.clear()
+    gc.collect()
+    assert reference() is not None
+
+
+def test_cycles_are_no_survivors(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    backend = make(table)
+    for comm in table.values():
+        release(comm)
+        comm.itself = [comm]
+    del comm
+    table.clear()
+    backend.destroy()
+    assert not caplog.records
+
+
+class _Lonely(SoloGroup):
+    """A group whose other rank never comes."""
+
+    def barrier(self, what: str) -> None:
+        raise UBTimeoutError(f"waited for rank 1 in {what}")
+
+
+def test_destroyed_even_if_a_rank_is_missing(table: dict[Any, Any]) -> None:
+    backend = make(table, _Lonely())
+    for comm in table.values():
+        release(comm)
+    del comm
+    table.clear()
+    with pytest.raises(UBTimeoutError, match="destroying the communicators"):
+        backend.destroy()
+    assert base._ub_communicators is None
+    backend.destroy()
