@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for an error of the job, 2 for a wrong setting, 130 for Ctrl-C."""
     launch = discover()
     try:
-        settings = parse(arguments)
+        with redirect_stdout(io.StringIO()) if launch.rank else nullcontext():  # one --help is enough
+            settings = parse(arguments)
         check_ranks(settings, launch)
         check_extras(settings)
         make_folders(settings)
