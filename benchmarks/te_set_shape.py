@@ -29,13 +29,13 @@ LENGTHS = (4096, 12288, 2048, 16384, 8192)
 
 
 def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
-    for modes in (("none",), ("none", "fp8")):
-        for check in ("deferred", "never"):
+    for modes in (("none", "fp8"), ("none",)):
+        for check in ("never", "deferred"):
             manager = initialise(world, [CAPACITY, HIDDEN], modes, check=check)
-            alternate(LENGTHS, HIDDEN, 2000)
+            alternate(world, LENGTHS, HIDDEN, 2000)
             world.barrier()
-            taken = sorted(time_calls(LENGTHS, HIDDEN, options.timed))
-            same = sorted(time_calls([LENGTHS[-1]], HIDDEN, options.timed))
+            taken = sorted(time_calls(world, LENGTHS, HIDDEN, options.timed))
+            same = sorted(time_calls(world, [LENGTHS[-1]], HIDDEN, options.timed))
             row: dict[str, Any] = {
                 "communicators": len(manager.backend.specs) + len(manager.backend.skipped),
                 "dynamic_communicators": len(manager.backend.specs),
@@ -49,7 +49,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
                 row.update(_growth(world, options.calls))
                 add({**row, **_worst(world, row)})
                 # last: a profiler that does not work here must not take the rest with it
-                row = {"check": check, "cuda_calls": len(cuda_calls(LENGTHS, HIDDEN, 1000))}
+                row = {"check": check, "cuda_calls": len(cuda_calls(world, LENGTHS, HIDDEN, 1000))}
                 add({**row, **_worst(world, row)})
             del manager
             world.barrier()
@@ -58,9 +58,9 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
 
 def _growth(world: Any, calls: int) -> dict[str, Any]:
     """Memory of the host and the device before and after ``calls`` changes."""
-    alternate(LENGTHS, HIDDEN, 10_000)
+    alternate(world, LENGTHS, HIDDEN, 10_000)
     device, host, allocated = device_bytes(world), resident_bytes(), torch.cuda.memory_allocated()
-    alternate(LENGTHS, HIDDEN, calls)
+    alternate(world, LENGTHS, HIDDEN, calls)
     host = resident_bytes() - host
     allocated = torch.cuda.memory_allocated() - allocated
     return {

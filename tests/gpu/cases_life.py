@@ -20,18 +20,18 @@ OVERLAP = OVERLAPS["default"]
 @case()
 def a_shape_change_calls_nothing_of_cuda(world: World) -> None:
     with userbuffers(world, CAPACITY, HIDDEN):
-        seen = cuda_calls([256, 512, CAPACITY], HIDDEN, 300)
+        seen = cuda_calls(world, [256, 512, CAPACITY], HIDDEN, 300)
         expect(world, not seen, f"{len(seen)} CUDA events: {sorted(set(seen))[:10]}")
 
 
 @case()
 def a_thousand_shape_changes_take_no_memory(world: World) -> None:
     with userbuffers(world, CAPACITY, HIDDEN):
-        alternate([256, 512], HIDDEN, 100)
+        alternate(world, [256, 512], HIDDEN, 100)
         allocated, on_device = torch.cuda.memory_allocated(), device_bytes(world)
         regions = {key: communicators()[key].get_buffer().data_ptr() for key in list(communicators())}
         resident = resident_bytes()
-        alternate(range(world.size, CAPACITY + 1, world.size), HIDDEN, 1000)
+        alternate(world, range(world.size, CAPACITY + 1, world.size), HIDDEN, 1000)
         grown = resident_bytes() - resident
         expect(world, grown < 1 << 20, f"the process grew by {grown} bytes")
         expect(world, torch.cuda.memory_allocated() == allocated, "torch allocated")

@@ -40,6 +40,10 @@ class World:
         torch.cuda.synchronize()
         dist.barrier(self.control)
 
+    def meet(self) -> None:
+        """All ranks, on the host alone."""
+        dist.barrier(self.control)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small ``value``, on every rank."""
         values: list[Any] = [None] * self.size
