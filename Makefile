@@ -25,6 +25,7 @@ VENV_TE ?= .venv-te
 READY_TE := $(VENV_TE)/.ready
 TE_VERSION ?= 2.20.2
 TE_TORCH ?= 2.11.0
+TE_HEADERS ?= 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 
 .PHONY: help demo test lint bench test-te clean
 
@@ -59,15 +60,17 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PY) -m pip install $(PIP_OPTIONS) -e '.[$(MPI),cli,plot,test,dev]'
 	touch $@
 
-# Transformer Engine's binding is compiled against the torch beside it, so it takes no build isolation.
+# Transformer Engine's binding is compiled (some 8 minutes) against the torch beside it, so it takes no build
+# isolation, and against the CUDA headers of torch's own wheels, so it takes no CUDA toolkit.
 $(READY_TE): pyproject.toml
 	python=$$(.ci/find-python $(if $(TE_KIT),=3.11,3.10)); \
 	test -x $(VENV_TE)/bin/python || "$$python" -m venv $(VENV_TE)
 ifneq ($(TE_KIT),)
 	bash $(TE_KIT)/install-nogpu.sh $(VENV_TE)/bin/python
 else
-	$(VENV_TE)/bin/python -m pip install -q torch==$(TE_TORCH) setuptools wheel packaging pybind11 ninja
-	$(VENV_TE)/bin/python -m pip install -q --no-build-isolation 'transformer-engine[pytorch]==$(TE_VERSION)'
+	$(VENV_TE)/bin/python -m pip install -q torch==$(TE_TORCH) numpy setuptools wheel packaging pybind11 ninja $(TE_HEADERS)
+	CPATH=$$(ls -d $(abspath $(VENV_TE))/lib/python3*/site-packages/nvidia/*/include | paste -sd:) \
+	  $(VENV_TE)/bin/python -m pip install -q --no-build-isolation 'transformer-engine[pytorch]==$(TE_VERSION)'
 endif
 	$(VENV_TE)/bin/python -m pip install -q -e '.[test]'
 	touch $@

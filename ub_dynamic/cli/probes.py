@@ -138,7 +138,7 @@ def _te() -> list[Finding]:
         advice = "pip install --no-build-isolation 'transformer-engine[pytorch]' (it needs torch's CUDA build)"
         missing = Finding(room, "Transformer Engine", "missing", "not installed", advice)
         return [missing, Finding(room, "native file", "missing", "needs Transformer Engine")]
-    answer = _ask("import json, transformer_engine, transformer_engine.pytorch; print(json.dumps('imports'))")
+    answer = _ask("import json, torch, transformer_engine.pytorch; print(json.dumps('imports'))")
     version = _version("transformer_engine") or "version unknown"
     if answer == "imports":
         findings = [Finding(room, "Transformer Engine", "ok", version)]
