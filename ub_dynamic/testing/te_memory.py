@@ -66,21 +66,23 @@ def time_calls(world: World, lengths: Sequence[int], hidden: int, calls: int) ->
     return [max(0, nanoseconds - own) / 1000 for nanoseconds in taken]
 
 
-def cuda_calls(world: World, lengths: Sequence[int], hidden: int, calls: int) -> list[str]:
+def cuda_calls(world: World, lengths: Sequence[int], hidden: int, calls: int = _APART) -> list[str]:
     """Names of the CUDA runtime and driver calls, kernels and copies that ``calls`` changes make."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as trace:
-        torch.ones(1, device="cuda").add_(1)  # what the profiler must see, or it sees nothing at all
+        torch.ones(1, device=world.device).add_(1)  # what the profiler must see, or it sees nothing at all
         torch.cuda.synchronize()
-    control = [event.name for event in trace.events() if _is_cuda(event)]
-    if not control:
+    if not any(_is_cuda(event) for event in trace.events()):
         raise RuntimeError("the profiler sees no CUDA call at all here, so it can prove nothing")
+    shapes = [[tokens, hidden] for tokens in lengths]
+    world.barrier()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with profile(activities=activities) as trace:
-            alternate(world, lengths, hidden, calls)
+            for call in range(min(calls, _APART)):
+                ubd.set_ub_active_shape(shapes[call % len(shapes)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [event.name for event in trace.events() if _is_cuda(event)]
