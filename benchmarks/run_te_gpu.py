@@ -54,7 +54,8 @@ def _one_gpu(ranks: int, *program: str) -> tuple[str, ...]:
 
 
 def _benchmark(name: str, timeout_s: float, *arguments: str, result: str | None = None, part: str = "") -> Part:
-    command = (f"benchmarks/{name}.py", "--timeout", str(timeout_s / 2 - 5), *arguments)
+    starts = 1 if "--tp" in arguments else 2
+    command = (f"benchmarks/{name}.py", "--timeout", str(timeout_s / starts - 5), *arguments)
     return Part(part or name.removeprefix("te_"), command, timeout_s, result or name)
 
 
@@ -67,7 +68,7 @@ PARTS: tuple[Part, ...] = (
     _benchmark("te_graphs", 120),
     _benchmark("te_reinit", 120, "--no-mps"),
     Part("tests", ("-m", "pytest", "-q", "tests/gpu"), 420),
-    _benchmark("te_memcheck", 300),
+    _benchmark("te_memcheck", 300, "--tp", "2"),
     _benchmark(
         "te_bits", 200, "--tp", "8", "--lengths", "12", "--name", "te_bits_tp8", result="te_bits_tp8", part="bits8"
     ),

@@ -25,48 +25,55 @@ import _one_gpu
 from ub_dynamic.testing.one_gpu import OneGpu, run
 from ub_dynamic.testing.results import write_result
 from ub_dynamic.testing.te_layers import OVERLAPS
+from ub_dynamic.testing.te_world import World
 
 HIDDEN, CAPACITY = 256, 256
 _SUMMARY = re.compile(rb"ERROR SUMMARY: (\d+) error")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def on_rank(name: str) -> None:
-    """A step of every layer kind that this overlap has, at a small T, another one, and capacity."""
+def on_rank(names: Sequence[str]) -> None:
+    """For each overlap a step of the layer kinds that use it, at two smaller T and at capacity."""
+    from ub_dynamic.testing.te_world import te_world
+
+    with te_world(300.0) as world:
+        for name in names:
+            _steps(world, name)
+            print(f"steps done: {name}", flush=True)
+
+
+def _steps(world: World, name: str) -> None:
     import ub_dynamic as ubd
     from ub_dynamic.testing.te_layers import KINDS, build, random_input, step
-    from ub_dynamic.testing.te_world import communicators, quantization_modes, te_world
+    from ub_dynamic.testing.te_world import quantization_modes
 
     overlap = OVERLAPS[name]
-    chosen = ("te.LayerNormMLP",) if overlap.dgrad_rs else ("te.LayerNormMLP", "te.Linear row", "te.ops column")
-    with te_world(300.0) as world:
-        ubd.initialize_ub(
-            [CAPACITY, HIDDEN],
-            world.size,
-            quantization_modes=quantization_modes(["none"]),
-            ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
-            bootstrap_backend="gloo",
-            backend="te",
-        )
-        for kind in (KINDS[each] for each in chosen):
-            layer = build(kind, overlap, HIDDEN, world)
-            for tokens in (CAPACITY // 2, 4 * world.size, CAPACITY):
-                world.barrier()
-                ubd.set_ub_active_shape([tokens, HIDDEN])
-                step(layer, random_input(kind, tokens, HIDDEN, world), world)
-        world.barrier()
-        assert communicators()
-        ubd.destroy_ub()
-        print(f"steps done: {name}", flush=True)
+    ubd.initialize_ub(
+        [CAPACITY, HIDDEN],
+        world.size,
+        quantization_modes=quantization_modes(["none"]),
+        ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
+        bootstrap_backend="gloo",
+        backend="te",
+    )
+    kinds = ("te.LayerNormMLP",) if overlap.dgrad_rs else ("te.LayerNormMLP", "te.Linear row", "te.ops column")
+    for kind in (KINDS[each] for each in kinds):
+        layer = build(kind, overlap, HIDDEN, world)
+        for tokens in (CAPACITY // 2, 4 * world.size, CAPACITY):
+            world.barrier()
+            ubd.set_ub_active_shape([tokens, HIDDEN])
+            step(layer, random_input(kind, tokens, HIDDEN, world), world)
+    world.barrier()
+    ubd.destroy_ub()
 
 
-def check(tp: int, name: str, timeout_s: float) -> dict[str, Any]:
+def check(tp: int, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """One start under the sanitizer: its error counts and how it ended."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     command = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--report-api-errors", "no"]
-    command += [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--on-rank", name]
+    command += [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--on-rank", *names]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"PYTHONPATH": path, "UB_TIMEOUT": "600", "UB_DYNAMIC_TIMEOUT": "300"}
     output = io.BytesIO()
@@ -74,29 +81,30 @@ def check(tp: int, name: str, timeout_s: float) -> dict[str, Any]:
     outcome = run(command, OneGpu(tp, timeout_s=timeout_s, env=environment), output)
     text = output.getvalue()
     counts = [int(count) for count in _SUMMARY.findall(text)]
-    complete = text.count(f"steps done: {name}".encode()) == tp and len(counts) >= tp
+    done = sum(text.count(f"steps done: {name}".encode()) for name in names)
+    complete = outcome.returncode == 0 and done == tp * len(names) and len(counts) >= tp
     errors = sum(counts) + (0 if complete else 1)
     if errors:
         sys.stdout.buffer.write(text[-8000:])
-    row = {"tp": tp, "overlap": name, "methods": ", ".join(OVERLAPS[name].methods), "errors": errors}
+    methods = dict.fromkeys(method for name in names for method in OVERLAPS[name].methods)
+    row = {"tp": tp, "methods": ", ".join(methods), "errors": errors, "overlaps": len(names), "overlap_steps": done}
     return {**row, "status": outcome.returncode, "summaries": len(counts), "seconds": time.monotonic() - begin}
 
 
 def main(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for tp in options.tp:
-        for name in options.overlap:
-            rows.append(check(tp, name, options.timeout))
-            print(rows[-1], flush=True)
-            figures = {"errors": sum(row["errors"] for row in rows), "starts": len(rows)}
-            write_result("te_memcheck", figures, rows, mode=f"one-gpu-{tp}-ranks", folder=options.out)
+        rows.append(check(tp, options.overlap, options.timeout))
+        print(rows[-1], flush=True)
+        figures = {"errors": sum(row["errors"] for row in rows), "methods": len(rows[0]["methods"].split(", "))}
+        write_result("te_memcheck", figures, rows, mode=f"one-gpu-{tp}-ranks", folder=options.out)
     return int(any(row["errors"] for row in rows))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = _one_gpu.parser(__doc__, tp=(2,), timeout=240)
+    parser = _one_gpu.parser(__doc__, tp=(2,), timeout=280)
     parser.add_argument("--overlap", nargs="+", choices=sorted(OVERLAPS), default=list(OVERLAPS))
-    parser.add_argument("--on-rank", choices=sorted(OVERLAPS), help=argparse.SUPPRESS)
+    parser.add_argument("--on-rank", nargs="+", choices=sorted(OVERLAPS), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
