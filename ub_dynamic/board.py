@@ -30,14 +30,17 @@ _MASK = (1 << 32) - 1
 class RankBoard:
     """One rank's view of the board.
 
-    ``slots``: how many changes a rank may be ahead of another one. ``settle_s``: seconds that an error waits
-    for the other ranks to reach the change in question, so that its text can name every rank's T.
+    ``slots``: records a rank; it waits when it is a quarter of them ahead of another rank, at most ``timeout_s``.
+    ``settle_s``: seconds that an error waits for the other ranks to reach the change in question, so that its
+    text can name every rank's T.
     """
 
-    def __init__(self, group: Group, slots: int = 1024, settle_s: float = 1.0) -> None:
+    def __init__(self, group: Group, slots: int = 4096, settle_s: float = 1.0, timeout_s: float | None = None) -> None:
         self._group = group
         self.rank, self.size, self.members = group.rank, group.size, group.members
         self._slots, self._settle_s = slots, settle_s
+        self._ahead = slots // 4  # a rank may lag this much in comparing, too: half is not enough
+        self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         self._stride = _HEADER + slots
         self._words = memoryview(_shared_file(group, self.size * self._stride * 8)).cast("q")
         self._own = self.rank * self._stride
@@ -62,26 +65,32 @@ class RankBoard:
     def check(self) -> None:
         """Compare with what the others have published so far.
 
-        Raises :class:`UBRankMismatchError` naming every rank's T if a change differs, or if a rank is so
-        far behind that it must have skipped calls.
+        Raises :class:`UBRankMismatchError` naming every rank's T if a change differs, or naming the ranks
+        that stay so far behind that they must have skipped calls.
         """
         calls, words, compared = self._calls, self._words, self._compared
         for rank, base in self._others:
             common = words[base]
             if common > calls:
                 common = calls
-            if calls - common >= self._slots:
-                raise UBRankMismatchError(
-                    f"rank {self.members[rank]} is {calls - common} shape changes behind; it skips calls. "
-                    f"{self.describe()}"
-                )
+            if calls - common > self._ahead:
+                self._let_catch_up()
             if compared[rank] != common:
                 self._compare(rank, base, common)
 
+    def _let_catch_up(self) -> None:
+        # Only a rank that does nothing but change shapes gets this far ahead. It waits, so that no record is
+        # overwritten before the others have compared it.
+        missing = self._behind(self._calls - self._ahead, self._timeout_s)
+        if missing:
+            names = [self.members[rank] for rank in missing]
+            raise UBRankMismatchError(
+                f"rank(s) {names} are more than {self._ahead} shape changes behind and did not come closer in "
+                f"{self._timeout_s:g} s; they skip calls or hang. {self.describe()}"
+            )
+
     def _compare(self, rank: int, base: int, common: int) -> None:
-        # A record that is more than `slots` old was overwritten; check() bounds how far this rank lags behind us,
-        # and a rank that is ahead of us by more is the other side of the same error.
-        for call in range(max(self._compared[rank], common - self._slots) + 1, common + 1):
+        for call in range(self._compared[rank] + 1, common + 1):
             theirs = self._words[base + _HEADER + call % self._slots]
             ours = self._words[self._own + _HEADER + call % self._slots]
             if theirs == ours:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def on_threads(size: int, function: Any) -> list[Any]:
 
 
 def boards(size: int = 3, slots: int = 8) -> list[RankBoard]:
-    made: list[RankBoard] = on_threads(size, lambda group: RankBoard(group, slots, settle_s=0.01))
+    made: list[RankBoard] = on_threads(size, lambda group: RankBoard(group, slots, settle_s=0.01, timeout_s=0.1))
     assert all(isinstance(board, RankBoard) for board in made), made
     return made
 
@@ -96,15 +97,28 @@ def test_a_skipped_call_shows_as_a_difference() -> None:
 def test_a_rank_that_is_left_behind_is_named_by_both_sides() -> None:
     first, second = boards(2, slots=8)
     second.publish(4)
-    for _ in range(9):
+    for _ in range(6):
         first.publish(4)
-    with pytest.raises(UBRankMismatchError, match="rank 11 is 8 shape changes behind"):
+    with pytest.raises(UBRankMismatchError, match=r"rank\(s\) \[11\] are more than 2 shape changes behind.*0.1 s"):
         first.check()
     for _ in range(20):
         first.publish(4)
     second.publish(4)
     with pytest.raises(UBRankMismatchError, match="behind rank 10"):
         second.check()
+
+
+def test_a_rank_far_ahead_waits_for_the_others() -> None:
+    def run(group: ThreadGroup) -> int:
+        board = RankBoard(group, slots=8)
+        for tokens in range(1, 200):
+            if group.rank and tokens % 50 == 0:
+                time.sleep(0.05)
+            board.publish(tokens)
+            board.check()
+        return board.calls
+
+    assert on_threads(3, run) == [199, 199, 199]
 
 
 def test_records_wrap_around() -> None:
