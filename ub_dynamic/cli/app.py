@@ -8,6 +8,7 @@ import typer
 from .doctor import doctor
 from .layout import layout
 from .one_gpu import one_gpu
+from .schedule import schedule
 
 app = typer.Typer(
     help="Variable token counts for tensor-parallel communication/GEMM overlap.",
@@ -19,3 +20,4 @@ app = typer.Typer(
 app.command()(doctor)
 app.command()(layout)
 app.command(name="one-gpu")(one_gpu)
+app.command()(schedule)

@@ -87,9 +87,14 @@ def _groups(pp: int, microbatches: int) -> list[int]:
     return [microbatches // count + (index < microbatches % count) for index in range(count)]
 
 
-def _check(rank: int, pp: int, vpp: int, microbatches: int) -> None:
+def check_sizes(pp: int, vpp: int, microbatches: int) -> None:
+    """:class:`UBShapeError` for a size below 1."""
     for name, value in (("pp", pp), ("vpp", vpp), ("microbatches", microbatches)):
         if value < 1:
             raise UBShapeError(f"{name} = {value}: it must be at least 1")
+
+
+def _check(rank: int, pp: int, vpp: int, microbatches: int) -> None:
+    check_sizes(pp, vpp, microbatches)
     if not 0 <= rank < pp:
         raise UBShapeError(f"rank = {rank} is not one of the pp = {pp} ranks 0 to {pp - 1}")

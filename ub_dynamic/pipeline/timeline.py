@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import UBStateError
-from .schedules import Action, ScheduleName, make_schedule
+from .schedules import Action, ScheduleName, check_sizes, make_schedule
 
 Cost = Callable[[Action], float]
 
@@ -67,6 +67,7 @@ def token_cost(tokens: Sequence[int], vpp: int = 1) -> Cost:
 
 def timeline(name: ScheduleName, pp: int, vpp: int, microbatches: int, cost: Cost = unit_cost) -> Timeline:
     """The timeline of a schedule by name."""
+    check_sizes(pp, vpp, microbatches)
     return simulate([list(make_schedule(name, rank, pp, vpp, microbatches)) for rank in range(pp)], vpp, cost)
 
 
