@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_argument_group("what runs")
     what.add_argument("--mode", choices=MODES, help="one way to handle T: follow it, pad to capacity, register again")
     what.add_argument("--compare", action="store_true", help="all three over the same microbatches (the default)")
-    what.add_argument("--steps", type=_positive, default=24, help="optimizer steps (default: 24)")
+    what.add_argument("--steps", type=_positive, default=16, help="optimizer steps (default: 16)")
     what.add_argument("--accumulate", type=_positive, default=2, help="microbatches a step (default: 2)")
     what.add_argument(
         "--in-flight",
