@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -343,3 +344,10 @@ def test_megatron_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", None)
     with pytest.raises(UBUnsupportedError, match="pip install megatron-core"):
         plain.to_megatron("cpu")
+
+
+@pytest.mark.te
+def test_te_takes_every_argument() -> None:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    taken = inspect.signature(te.DotProductAttention.forward).parameters
+    assert set(PackedBatch.from_lengths([7], cp=2).dpa_kwargs("cpu")) <= set(taken)
