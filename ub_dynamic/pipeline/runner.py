@@ -53,7 +53,8 @@ class PipelineRunner:
 
     ``chunks[v]`` is stage ``v * pp + rank`` (see :data:`~ub_dynamic.pipeline.stage.Chunk`); ``commits[v]``: blocks
     of attention residuals that it commits, by default none. ``cache``: keep blocks on the rank instead of sending
-    them again. ``microbatch``: a context-manager factory, called with a batch, or with T where the batch is None.
+    them again. ``microbatch``: a context-manager factory, called with a batch, or with T where the batch is None;
+    each new T enters it once before the step, so that one that it refuses is refused before anything is sent.
     ``schedule``: by default 1F1B with one chunk, interleaved with several. All ranks of the pipeline make one.
     """
 
@@ -82,6 +83,7 @@ class PipelineRunner:
         self.schedule: ScheduleName = schedule or ("1f1b" if len(chunks) == 1 else "interleaved")
         self._microbatch = microbatch
         self._steps = 0
+        self._accepted: set[int] = set()  # T that the microbatch context has taken
         self._batches: Sequence[Any] = ()
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
@@ -132,6 +134,10 @@ class PipelineRunner:
             self.transport.check_tokens(count)
         if self.transport.rank == 0 and len(tokens) != len(batches):
             raise UBShapeError("the rank of the first stage needs every batch: it makes the hidden states of them")
+        for index, count in tokens.items():
+            if count not in self._accepted:
+                with self._microbatch(batches[index]):
+                    self._accepted.add(count)
         self.transport.begin_step()
         self._steps += 1
         self._batches, self._tokens, self._losses = batches, tokens, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,10 +102,17 @@ def in_one_piece(config: AttnResConfig, batches: Sequence[TokenBatch]) -> tuple[
 
 
 def gradients(
-    case: Case, rank: int, chunks: Sequence[AttnResChunk], whole: AttnResChunk
+    case: Case,
+    rank: int,
+    chunks: Sequence[AttnResChunk],
+    whole: AttnResChunk,
+    share: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, grad: grad,
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, this rank's gradient, the unsplit model's) of every parameter that the rank holds and trains."""
-    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    """(name, this rank's gradient, the unsplit model's) of every parameter that the rank holds and trains.
+
+    ``share``: this rank's part of a gradient of the unsplit model, under tensor parallelism.
+    """
+    expected = {name: p.grad if p.grad is None else share(name, p.grad) for name, p in whole.named_parameters()}
     stages = cut(case.sublayers, len(case.sublayers))
     found = []
     for index, chunk in enumerate(chunks):
