@@ -33,7 +33,7 @@ help:
 	@echo "make demo     variable-T training on two ranks, on documents that every machine has"
 	@echo "make test     unit, MPI and GPU tests"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    the CPU benchmarks and the tables of benchmarks/README.md"
+	@echo "make bench    the CPU benchmarks and the tables made from them"
 	@echo "make test-te  tests against the real Transformer Engine, no GPU needed"
 	@echo "make clean    remove what the above made"
 

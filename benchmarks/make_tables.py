@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of benchmarks/README.md from benchmarks/results/*.json; `--check` only compares.
+"""Write the tables of README.md and benchmarks/README.md from benchmarks/results/*.json; `--check` only compares.
 
 A table stands between two markers. `<!-- figures: NAME -->` shows a result's figures, one a line;
 `<!-- rows: NAME column, column -->` shows its rows (all columns where none is named); both end with
@@ -74,10 +74,8 @@ def _origin(result: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 where the tables are not current"
-    )
-    parser.add_argument("files", nargs="*", type=Path, default=[HERE / "README.md"])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where the tables are not current")
+    parser.add_argument("files", nargs="*", type=Path, default=[HERE / "README.md", HERE.parent / "README.md"])
     options = parser.parse_args(arguments)
     stale = []
     for path in options.files:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every benchmark that needs no GPU, one after the other, then write the tables of benchmarks/README.md.
+"""Run every benchmark that needs no GPU, one after the other, then write the tables made from them.
 
 A benchmark is a program of this folder; those for a GPU have `te_` or `gpu` in their names, helpers begin with `_`.
 Each starts its own ranks, writes its own result file and says in its docstring what it measures.

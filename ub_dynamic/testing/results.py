@@ -53,9 +53,7 @@ def write_result(
     if not re.fullmatch(r"[a-z0-9_]+", name):
         raise ValueError(f"name {name!r}: use lower-case letters, digits and _, as in 'host_set_shape'")
     if not _MODE.fullmatch(mode):
-        raise ValueError(
-            f"mode {mode!r}: use 'cpu-mpi', 'one-gpu-N-ranks' or 'N-gpus', as in 'one-gpu-4-ranks'"
-        )
+        raise ValueError(f"mode {mode!r}: use 'cpu-mpi', 'one-gpu-N-ranks' or 'N-gpus', as in 'one-gpu-4-ranks'")
     for key, value in figures.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"figure {key!r} is {value!r}: use a finite int or float")
@@ -129,9 +127,7 @@ def _short(word: str) -> str:
 
 def _git(*words: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *words], capture_output=True, text=True, timeout=30, check=True
-        )
+        done = subprocess.run(["git", "-C", str(_ROOT), *words], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
