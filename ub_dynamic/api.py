@@ -67,9 +67,8 @@ def initialize_ub(
     made: Backend | None = None
     try:
         if te:
-            made = _create_te(
-                capacity, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp, group
-            )
+            te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
+            made = _create_te(capacity, tp_size, *te_arguments, group, board)
         else:
             if use_fp8 or quantization_modes or with_cublasmp:
                 raise UBUnsupportedError("the host backend takes float32 and bfloat16; FP8 modes and cuBLASMp need TE")

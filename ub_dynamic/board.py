@@ -18,7 +18,10 @@ import os
 import socket
 import tempfile
 import time
+from array import array
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
 from .groups import Group, default_timeout_s
@@ -45,20 +48,36 @@ class RankBoard:
         self._words = memoryview(_shared_file(group, self.size * self._stride * 8)).cast("q")
         self._own = self.rank * self._stride
         self._others = tuple((rank, rank * self._stride) for rank in range(self.size) if rank != self.rank)
-        self._compared = [0] * self.size  # per rank: up to which change it was compared with ours
-        self._calls = 0
+        self._compared = array("q", [0] * self.size)  # per rank: up to which change it was compared with ours
+        self._fast: Callable[[int], bool] | None = None
         self._words[self._own + 1] = os.getpid()
         group.barrier("opening the rank board")
 
     @property
     def calls(self) -> int:
         """Shape changes that this rank has published."""
-        return self._calls
+        return self._words[self._own]
+
+    def exchange(self, tokens: int) -> None:
+        """:meth:`publish` and :meth:`check` in one call."""
+        if self._fast is None:
+            self.publish(tokens)
+            self.check()
+        elif not self._fast(tokens):
+            self.check()
+
+    def use_native(self, make: Callable[..., Any]) -> None:
+        """Let native code do :meth:`exchange` while all is well.
+
+        ``make(words, compared, rank, size, slots, ahead)`` returns an object whose ``exchange(tokens)`` says
+        whether it found nothing wrong; it works on this board's own memory.
+        """
+        self._fast = make(self._words, self._compared, self.rank, self.size, self._slots, self._ahead).exchange
 
     def publish(self, tokens: int) -> None:
         """Write this rank's next change; no wait, no check."""
-        calls = self._calls = self._calls + 1
         words, own = self._words, self._own
+        calls = words[own] + 1
         words[own + _HEADER + calls % self._slots] = calls << 32 | tokens
         words[own] = calls
 
@@ -68,7 +87,8 @@ class RankBoard:
         Raises :class:`UBRankMismatchError` naming every rank's T if a change differs, or naming the ranks
         that stay so far behind that they must have skipped calls.
         """
-        calls, words, compared = self._calls, self._words, self._compared
+        words, compared = self._words, self._compared
+        calls = words[self._own]
         for rank, base in self._others:
             common = words[base]
             if common > calls:
@@ -81,7 +101,7 @@ class RankBoard:
     def _let_catch_up(self) -> None:
         # Only a rank that does nothing but change shapes gets this far ahead. It waits, so that no record is
         # overwritten before the others have compared it.
-        missing = self._behind(self._calls - self._ahead, self._timeout_s)
+        missing = self._behind(self.calls - self._ahead, self._timeout_s)
         if missing:
             names = [self.members[rank] for rank in missing]
             raise UBRankMismatchError(
@@ -114,12 +134,12 @@ class RankBoard:
         Raises :class:`UBTimeoutError` naming the ranks that have not come.
         """
         limit = default_timeout_s() if timeout_s is None else timeout_s
-        missing = self._behind(self._calls, limit)
+        missing = self._behind(self.calls, limit)
         self.check()
         if missing:
             names, dead = [self.members[rank] for rank in missing], self.dead_ranks()
             how = f"rank(s) {dead} ended" if dead else f"waited {limit:g} s"
-            raise UBTimeoutError(f"{how}: rank(s) {names} did not make shape change {self._calls}. {self.describe()}")
+            raise UBTimeoutError(f"{how}: rank(s) {names} did not make shape change {self.calls}. {self.describe()}")
 
     def _behind(self, call: int, timeout_s: float) -> list[int]:
         """Wait for every rank to reach change ``call``; the ranks that did not, in time or because they ended."""
@@ -137,7 +157,7 @@ class RankBoard:
 
         Raises :class:`UBRankMismatchError` on every rank if their T or their number of changes differ.
         """
-        counts = self._group.allgather(self._calls, "comparing the number of shape changes")
+        counts = self._group.allgather(self.calls, "comparing the number of shape changes")
         self.check()
         if len(set(counts)) > 1:
             raise UBRankMismatchError(f"TP ranks made different numbers of shape changes: {self.describe()}")

@@ -51,7 +51,7 @@ class SoloGroup:
 
     rank = 0
     size = 1
-    members = (0,)
+    members: tuple[int, ...] = (0,)
 
     def allgather(self, value: Any, what: str) -> list[Any]:
         return [value]

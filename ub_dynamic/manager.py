@@ -129,15 +129,16 @@ class Manager:
         some communicator could not take, :class:`UBStateError` during capture or in the middle of an overlap,
         :class:`UBRankMismatchError` where the TP ranks disagree. Nothing is changed then.
         """
-        tokens, hidden = shape if type(shape) in _PLAIN and len(shape) == 2 else parse_shape(shape)  # type: ignore[arg-type, misc]
-        if type(tokens) is not int or hidden != self._hidden or type(hidden) is not int:
+        # The usual case first, two plain ints; everything else takes the long way, or is refused there.
+        tokens, hidden = shape if type(shape) in _PLAIN and len(shape) == 2 else (None, None)  # type: ignore[arg-type]
+        if type(tokens) is not int or type(hidden) is not int or hidden != self._hidden:
             tokens, hidden = self._checked(shape)
         if names is not None:
             return self._set_named(tokens, names)
         with self._lock:
             if tokens != self._tokens or self._single:
                 self._change(tokens)
-        return ShapeReport((tokens, hidden), self._updated, self._skipped)
+        return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped))
 
     def reset_active_shape(self) -> ShapeReport:
         """Back to capacity."""
@@ -216,11 +217,11 @@ class Manager:
             self._refuse(tokens)
         self._refuse_while_busy(tokens)
         if self._board is not None:
-            self._board.publish(tokens)
             if self._strict:
+                self._board.publish(tokens)
                 self._board.wait_for_all(self._timeout_s)
             else:
-                self._board.check()
+                self._board.exchange(tokens)
         self.backend.apply(tokens)
         self._tokens = tokens
         if self._single:
@@ -278,6 +279,7 @@ class Manager:
 
 
 _PLAIN = (list, tuple)
+_new_report = tuple.__new__  # a third of the time of ShapeReport(...)
 
 
 def tokens_of(batch: Any) -> Any:

@@ -6,52 +6,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ub_dynamic.board import RankBoard
 from ub_dynamic.errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
-
-
-class ThreadGroup:
-    """Threads of one process as ranks."""
-
-    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.members = rank, size, tuple(range(10, 10 + size))
-        self._values, self._barrier = board, barrier
-
-    def allgather(self, value: Any, what: str) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait(20)
-        values = list(self._values)
-        self._barrier.wait(20)
-        return values
-
-    def barrier(self, what: str) -> None:
-        self._barrier.wait(20)
-
-
-def on_threads(size: int, function: Any) -> list[Any]:
-    values: list[Any] = [None] * size
-    results: list[Any] = [None] * size
-    barrier = threading.Barrier(size)
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = function(ThreadGroup(rank, size, values, barrier))
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+from ub_dynamic.testing.thread_group import ThreadGroup, on_threads
 
 
 def boards(size: int = 3, slots: int = 8) -> list[RankBoard]:

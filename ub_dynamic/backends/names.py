@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import UBShapeError
-from ..rules import check_spec
+from ..rules import check_spec, check_tokens
 from ..shapes import METHODS, Collective, CommSpec, Method, Shape
 
 # name -> (default method, collective)
@@ -46,7 +46,7 @@ def resolve_specs(
     ``shape`` is the capacity ``[T_cap, H]``. ``ub_cfgs`` maps a layer name to TE's settings ``method``,
     ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (others are TE's alone and ignored here); a name
     that maps to None, as Megatron's presets have it, keeps its default. Raises :class:`UBShapeError` for
-    unknown names and methods and what :func:`ub_dynamic.rules.check_spec` refuses.
+    unknown names and methods, and what :mod:`ub_dynamic.rules` refuses, at T = capacity too.
     """
     cfgs = {name: cfg for name, cfg in (ub_cfgs or {}).items() if cfg is not None}
     for name in cfgs:
@@ -67,6 +67,8 @@ def resolve_specs(
         if name not in absent:
             spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))
             check_spec(spec)
+            if spec.method != "external":
+                check_tokens(spec, shape[0])
             specs.append(spec)
     return tuple(specs)
 

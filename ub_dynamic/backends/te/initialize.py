@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group
 from ...shapes import Shape
@@ -41,8 +42,10 @@ def create_te_backend(
     bootstrap_backend: str | None,
     with_cublasmp: bool,
     group: Group,
+    board: RankBoard | None = None,
 ) -> TEBackend:
-    """The arguments are those of TE's ``initialize_ub``; ``group`` is the TP group on the host.
+    """The arguments are those of TE's ``initialize_ub``; ``group`` is the TP group on the host, ``board``
+    its rank board, whose fast path becomes native.
 
     Every rank of the world calls it. Where the native file cannot be used, for the reason that is logged, the
     communicators are made all the same and stay at capacity. Without ``bootstrap_backend`` gloo is taken, else
@@ -83,6 +86,8 @@ def create_te_backend(
         destroy_objects({communicator_name(key): weakref.ref(obj) for key, obj in _table(base).items()}, native)
         bootstrap.release(group)
         raise
+    if native is not None and board is not None:
+        board.use_native(native.Board)
     _log(backend)
     return backend
 

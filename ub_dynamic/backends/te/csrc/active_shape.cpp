@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "board.h"
 #include "members.h"
 
 namespace py = pybind11;
@@ -230,6 +231,10 @@ PYBIND11_MODULE(active_shape, m) {
       .def("active", &Registry::active, py::arg("index"))
       .def("clear", &Registry::clear)
       .def("__len__", &Registry::size);
+  py::class_<Board>(m, "Board", py::module_local())
+      .def(py::init<py::buffer, py::buffer, std::int64_t, std::int64_t, std::int64_t, std::int64_t>(), py::arg("words"),
+           py::arg("compared"), py::arg("rank"), py::arg("size"), py::arg("slots"), py::arg("ahead"))
+      .def("exchange", &Board::exchange, py::arg("tokens"));
   m.def("inspect", &inspect, py::arg("communicator"));
   m.def("settings", &settings, py::arg("communicator"));
   m.def("set_settings", &set_settings, py::arg("communicator"), py::arg("num_splits"), py::arg("num_sm"),
