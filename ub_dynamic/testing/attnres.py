@@ -26,7 +26,8 @@ IGNORED = -100  # target of a row that no document owns
 
 @dataclass(frozen=True)
 class AttnResConfig:
-    """Sizes. ``sublayers``: attention and MLP together; ``block``: sublayers of one block."""
+    """Sizes. ``sublayers``: attention and MLP together; ``block``: sublayers of one block. ``query_scale``: 0 starts
+    with equal weights, as the paper does; tests take random queries, so that every weight matters."""
 
     sublayers: int
     block: int
@@ -37,6 +38,7 @@ class AttnResConfig:
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     seed: int = 1
+    query_scale: float = 1.0
 
     def commits(self, sublayers: Sequence[int]) -> int:
         """How many blocks a chunk of these sublayers commits."""
@@ -155,7 +157,7 @@ class Sublayer(nn.Module):
         super().__init__()
         draw = _Draw(config, index)
         self.commits = index % config.block == 0
-        self.mixture = Mixture(draw(config.hidden))
+        self.mixture = Mixture(draw(config.hidden) * config.query_scale)
         self.norm = nn.RMSNorm(config.hidden, eps=1e-6, dtype=config.dtype, device=config.device)
         kind = MLP if index % 2 else Attention
         self.body = kind(config, index, linears, draw)
@@ -192,7 +194,7 @@ class AttnResChunk(nn.Module):
         self.embedding = nn.Parameter(embed(config.vocab, config.hidden, scale=1.0)) if first else None
         self.layers = nn.ModuleList(Sublayer(config, index, linears) for index in sublayers)
         if last:
-            self.mixture = Mixture(draw(config.hidden))
+            self.mixture = Mixture(draw(config.hidden) * config.query_scale)
             self.norm = nn.RMSNorm(config.hidden, eps=1e-6, dtype=config.dtype, device=config.device)
             self.head = nn.Parameter(draw(config.vocab, config.hidden))
 

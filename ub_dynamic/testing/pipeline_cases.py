@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..pipeline import BlockRoutes, PipelineRunner, PipelineTransport, StepResult
+from ..pipeline import BlockRoutes, MemoryReport, PipelineRunner, PipelineTransport, StepResult
 from ..pipeline.headers import Direction
 from .attnres import AttnResChunk, AttnResConfig, TokenBatch, chunks_of_rank, cut, make_batch, whole_model
 
@@ -132,6 +132,31 @@ def largest_difference(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) 
     """The largest absolute difference of any element; NaN counts as infinite."""
     differences = [float((mine - theirs).abs().max()) for _, mine, theirs in pairs]
     return max((d if d == d else float("inf") for d in differences), default=0.0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step of a case on all ranks. Errors: the largest absolute one of any gradient and of any loss."""
+
+    grad_error: float
+    loss_error: float
+    wire: Wire
+    memory: list[MemoryReport]
+
+
+def run_case(case: Case, config: AttnResConfig, *, cache: bool, **options: object) -> Outcome:
+    """One step of a case, compared with the model in one piece; the same on every rank of the world."""
+    batches = batches_of(case, config)
+    whole, losses = in_one_piece(config, batches)
+    transport = rank_transport(case, config, **options)
+    runner, chunks = rank_runner(case, config, transport, cache=cache)
+    result = runner.step(batches)
+    grad_error = largest_difference(gradients(case, transport.rank, chunks, whole))
+    loss_error = max((abs(float(a - b)) for a, b in zip(result.losses, losses, strict=False)), default=0.0)
+    told = transport.control.allgather((grad_error, loss_error, result.memory), "comparing with the unsplit model")
+    wire = on_the_wire(transport, result)
+    transport.close()
+    return Outcome(max(t[0] for t in told), max(t[1] for t in told), wire, [t[2] for t in told])
 
 
 @dataclass(frozen=True)
