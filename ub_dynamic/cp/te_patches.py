@@ -24,8 +24,8 @@ def te_backward_patches(*, skip_zero: bool = True, no_sync: bool = True, reuse: 
 
     ``skip_zero``: the backward leaves out the clean-up of padding where the batch has none, does it with one mask a
     microbatch where it has, and stands tails of which nothing is known. ``no_sync``: the FlashAttention
-    backward does not read boundaries back. ``reuse``: boundaries of ring steps are made once a microbatch, and the
-    second halves of q, out and dout once a layer.
+    backward does not read boundaries back. ``reuse``: boundaries of ring steps are made once a microbatch, the
+    second halves of q, out and dout read once a layer, and the first ones of k and v together.
 
     What a batch holds is known inside ``with packed(batch)``, or where its own boundary tensors are passed; a backward
     goes by its own forward, so batches may alternate. Where TE's names or parameters differ, what depends on them stays
@@ -40,7 +40,8 @@ class TEPatches:
     _installed: TEPatches | None = None
 
     def __init__(self, skip_zero: bool, no_sync: bool, reuse: bool) -> None:
-        self._wanted = {"skip_zero": skip_zero, "no_sync": no_sync, "reuse": reuse}
+        features = {"skip_zero": skip_zero, "no_sync": no_sync, "reuse": reuse}
+        self._wanted = [name for name, wanted in features.items() if wanted]
         self._undo: list[Callable[[], None]] = []
         self.active: tuple[str, ...] = ()
         self.refused: dict[str, str] = {}
@@ -63,7 +64,7 @@ class TEPatches:
                 f"te_backward_patches needs Transformer Engine: pip install 'ub_dynamic[te]' ({error})"
             ) from error
         self.refused = probe(context_parallel)
-        plan = _patches(context_parallel, {name for name, wanted in self._wanted.items() if wanted}, self.refused)
+        plan = _patches(context_parallel, self._wanted, self.refused)
         for name, replacement in plan.items():
             self._replace(context_parallel, name, replacement)
         self.active = tuple(plan)
@@ -92,7 +93,7 @@ class TEPatches:
 
 # What is patched, and the parameters that each patch relies on.
 _NEEDS: dict[str, tuple[str, ...]] = {
-    f"{_RING}.forward": ("ctx", "q", *te_ring.BOUNDARIES, "qkv_format", "pad_between_seqs", "cp_group"),
+    f"{_RING}.forward": ("ctx", "q", "k", "v", *te_ring.BOUNDARIES, "qkv_format", "pad_between_seqs", "cp_group"),
     f"{_RING}.backward": ("ctx", "dout"),
     "_zero_thd_padding": ("tensors", "cu_seqlens", "cu_seqlens_padded"),
     "is_graph_capturing": (),
@@ -134,7 +135,7 @@ def probe(module: Any) -> dict[str, str]:
     return refused
 
 
-def _patches(module: Any, wanted: set[str], refused: dict[str, str]) -> dict[str, Any]:
+def _patches(module: Any, wanted: list[str], refused: dict[str, str]) -> dict[str, Any]:
     """Replacements by name. Everything rests on the ring's own forward and backward."""
     ring = (f"{_RING}.forward", f"{_RING}.backward")
     if not wanted or any(name in refused for name in ring):

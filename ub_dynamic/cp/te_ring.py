@@ -25,14 +25,16 @@ ON_RANK = ("cu_seqlens", "cu_seqlens_padded_on_cp_rank", "cp_size", "cp_rank", "
 
 
 class _Call:
-    """What is known about one forward and its backward. ``unpadded``: no row needs cleaning."""
+    """What is known about one forward and its backward. ``unpadded``: no row needs cleaning. ``paired``: keys and
+    values have one shape, so that in TE's buffers values lie behind keys as a second tensor like them."""
 
-    def __init__(self, unpadded: bool, tables: BoundaryTables | None, rank: int) -> None:
-        self.unpadded, self.tables, self.rank = unpadded, tables, rank
+    def __init__(self, unpadded: bool, tables: BoundaryTables | None, rank: int, paired: bool) -> None:
+        self.unpadded, self.tables, self.rank, self.paired = unpadded, tables, rank, paired
         self._halves: dict[int, tuple[torch.Tensor, torch.Tensor, Any, Any]] = {}
+        self._values: tuple[int, torch.Tensor] | None = None
 
-    def second_half(self, tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``read()``, once for each tensor; steps run on two streams, so a later one waits for where it was read."""
+    def second_half(self, tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``read(tensor)``, once for each tensor; steps run on two streams, so a later one waits for the first."""
         stream = torch.cuda.current_stream() if tensor.is_cuda else None
         known = self._halves.get(id(tensor))
         if known is not None:
@@ -40,15 +42,29 @@ class _Call:
             if stream is not None and stream != where:
                 stream.wait_event(done)
             return half
-        half, done = read(), None
+        half, done = read(tensor), None
         if stream is not None:
             done = torch.cuda.Event()
             done.record(stream)
         self._halves[id(tensor)] = (tensor, half, stream, done)
         return half
 
+    def first_half(self, tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``read(tensor)``, of keys together with the values behind them, for which it is asked next."""
+        waiting, self._values = self._values, None
+        if waiting is not None and waiting[0] == tensor.data_ptr():
+            return waiting[1]
+        size = tensor.numel() * tensor.element_size()
+        behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size() - size
+        if not self.paired or tensor.dim() != 3 or behind < size:
+            return read(tensor)
+        keys, values = read(tensor.as_strided((2, *tensor.shape), (tensor.numel(), *tensor.stride())))
+        self._values = (tensor.data_ptr() + size, values)
+        return keys
+
     def forget_halves(self) -> None:
         self._halves.clear()
+        self._values = None
 
 
 class _Local(threading.local):
@@ -105,14 +121,15 @@ def _describe(given: Callable[[str], Any]) -> _Call | None:
     ring, rank = groups[-1].size(), groups[-1].rank()
     boundaries = [given(name) for name in BOUNDARIES]
     cp = ring * (groups[0].size() if len(groups) > 1 else 1)
+    paired = given("k").shape == given("v").shape
     batch = batch_of(*boundaries)
     if batch is not None:
         check_tail(batch.total_tokens, given("q").shape[0] * cp)
     # A padded batch with the flag False: padded boundaries were passed as real ones, or the flag is wrong.
     if batch is None or batch.cp != cp or (batch.has_padding and not given("pad_between_seqs")):
-        return _Call(False, None, rank)
+        return _Call(False, None, rank, paired)
     tables = None if capturing() else boundary_tables(batch, ring, indexed(given("q").device))
-    return _Call(not batch.has_padding, tables, rank)
+    return _Call(not batch.has_padding, tables, rank, paired)
 
 
 class _Quotients(torch.Tensor):
@@ -137,7 +154,8 @@ class _Quotients(torch.Tensor):
 
 
 class TexWithMemory:
-    """``transformer_engine_torch`` that reads the second half of a tensor once a layer."""
+    """``transformer_engine_torch`` that reads second halves, of queries, once a layer, and first ones of keys and
+    values, which differ from step to step, in one launch."""
 
     def __init__(self, tex: Any) -> None:
         self._tex = tex
@@ -146,12 +164,13 @@ class TexWithMemory:
         return getattr(self._tex, name)
 
     def thd_read_half_tensor(self, tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
-        def read() -> torch.Tensor:
+        def read(tensor: torch.Tensor) -> torch.Tensor:
             return self._tex.thd_read_half_tensor(tensor, cu_seqlens, half_idx)
 
         call = _local.call
-        # First halves are of keys and values, which differ from step to step.
-        return read() if call is None or half_idx != 1 else call.second_half(tensor, read)
+        if call is None:
+            return read(tensor)
+        return call.second_half(tensor, read) if half_idx else call.first_half(tensor, read)
 
 
 def zero_padding(
