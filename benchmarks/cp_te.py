@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE's context-parallel attention with and without this package's padding flag and patches. Writes cp_te.json.
+
+    python benchmarks/cp_te.py --tp 2 4
+
+``--tp`` ranks share one GPU and are the context-parallel group. Stock is the installed TE, told the right
+``pad_between_seqs``; ours gets boundary tensors that are equal but distinct, and no flag. Both run in the same
+processes. Compared are every bit of out and gradients (small lengths, as cuDNN's deterministic backward needs much
+memory), and of a forward and backward (lengths 2048, 4096, 1024, 1024, TE's default algorithms) the kernel launches,
+copies to the host and waits of the host. NCCL goes through sockets here, so times would mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# As TE runs by default; te_world would switch it off. Must be set before TE is imported.
+os.environ.setdefault("NVTE_TORCH_COMPILE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import _one_gpu
+import torch
+from _cp import Problem, Seen, differing, groups_of, no_host_sync, outside_tolerance, te_module, watch
+
+from ub_dynamic.cp.current import packed
+from ub_dynamic.cp.pad_hooks import install_pad_resolver
+from ub_dynamic.cp.te_patches import te_backward_patches
+
+HEADS, GROUPS = 8, 4
+COUNTED = {"full": (2048, 4096, 1024, 1024), "padded": (2041, 4090, 1000, 1019)}
+SMALL = {"full": (512, 1024, 256, 256), "padded": (509, 1000, 1, 255)}
+STEPS = 200
+TOLERANCE = 3.5e-2  # of TE's own tests, for grouped-query attention in bfloat16
+
+Add = Callable[[Mapping[str, Any]], None]
+
+
+class Attention:
+    """One ``te.DotProductAttention``, called as stock and as ours."""
+
+    def __init__(self, comm_type: str, cp_group: Any, deterministic: bool) -> None:
+        self.module = te_module(HEADS, GROUPS, cp_group, comm_type, deterministic)
+
+    def stock(self, problem: Problem) -> list[torch.Tensor]:
+        kwargs = problem.batch.dpa_kwargs(problem.q.device)
+        return problem.step(lambda q, k, v: self.module(q, k, v, **kwargs))
+
+    def auto(self, problem: Problem, flag: bool | None = None) -> list[torch.Tensor]:
+        """As most loaders call it: real and padded boundaries in tensors of their own, no flag."""
+        kwargs = {**problem.batch.dpa_kwargs(problem.q.device), "pad_between_seqs": flag}
+        kwargs["cu_seqlens_q_padded"] = kwargs["cu_seqlens_kv_padded"] = self._own_padded(problem)
+        return problem.step(lambda q, k, v: self.module(q, k, v, **kwargs))
+
+    def ours(self, problem: Problem) -> list[torch.Tensor]:
+        """The same call, with the resolver and the patches in place."""
+        with packed(problem.batch):
+            return self.auto(problem)
+
+    def _own_padded(self, problem: Problem) -> torch.Tensor:
+        known = self.__dict__.setdefault("_padded", {})
+        if problem.batch not in known:
+            known[problem.batch] = problem.batch.device_metadata(problem.q.device).cu_seqlens_padded.clone()
+        return known[problem.batch]
+
+
+def measure(world: Any, options: argparse.Namespace, add: Add) -> None:
+    names = ["p2p", "a2a", "all_gather"] + (["a2a+p2p"] if world.size == 4 else [])
+    groups = {name: groups_of(name, 2) for name in names}
+    with_small = {
+        kind: Problem.make(lengths, world.size, world.rank, world.device, HEADS, GROUPS)
+        for kind, lengths in SMALL.items()
+    }
+    for name in names:
+        bits(world, name, Attention(name, groups[name], deterministic=True), with_small, add)
+    alternating(world, Attention("p2p", groups["p2p"], deterministic=True), with_small, add)
+    for kind, lengths in COUNTED.items():
+        problem = Problem.make(lengths, world.size, world.rank, world.device, HEADS, GROUPS)
+        for name in names:
+            counts(world, name, kind, Attention(name, groups[name], deterministic=False), problem, add)
+    if not options.no_graphs:
+        graphs(world, Attention("p2p", groups["p2p"], deterministic=True), with_small, add)
+
+
+def bits(world: Any, name: str, attention: Attention, problems: Mapping[str, Problem], add: Add) -> None:
+    """Tensors that differ from stock; where stock differs from itself, elements outside of TE's tolerance."""
+    for kind, problem in problems.items():
+        stock, again = attention.stock(problem), attention.stock(problem)
+        with install_pad_resolver(attention.module) as hook, te_backward_patches() as patches:
+            attention.ours(problem)
+            synced, ours = _without_sync(lambda problem=problem: attention.ours(problem))
+            flag = _flag(hook)
+        repeatable = differing(stock, again) == 0
+        row = {
+            "what": "bits",
+            "comm_type": name,
+            "lengths": kind,
+            "repeatable": _worst(world, not repeatable) == 0,
+            "differing": _worst(world, differing(ours, stock)),
+            "outside": _worst(world, outside_tolerance(ours, stock, TOLERANCE)),
+            "flag_right": _worst(world, flag != problem.batch.has_padding) == 0,
+            "syncs": _worst(world, synced),
+            "unpatched": len(patches.refused),
+        }
+        add(row)
+
+
+def alternating(world: Any, attention: Attention, problems: Mapping[str, Problem], add: Add) -> None:
+    """Steps with and without padding in turns against each alone."""
+    stock = {kind: attention.stock(problem) for kind, problem in problems.items()}
+    wrong = 0
+    with install_pad_resolver(attention.module), te_backward_patches():
+        for step in range(STEPS):
+            kind = ("full", "padded")[step % 2]
+            wrong += differing(attention.ours(problems[kind]), stock[kind])
+    add({"what": "alternating", "steps": STEPS, "differing": _worst(world, wrong)})
+
+
+def counts(world: Any, name: str, kind: str, attention: Attention, problem: Problem, add: Add) -> None:
+    """Launches, copies to the host and waits of one step, the most of any rank."""
+    arms: dict[str, Seen] = {
+        "stock": watch(lambda: attention.stock(problem)),
+        "stock auto flag": watch(lambda: attention.auto(problem)),
+    }
+    with install_pad_resolver(attention.module), te_backward_patches():
+        arms["ours"] = watch(lambda: attention.ours(problem))
+    for arm, seen in arms.items():
+        every = world.gather((seen.launches, seen.copies_to_host, seen.host_waits, seen.launch_calls))
+        row = {
+            "what": "launches",
+            "comm_type": name,
+            "lengths": kind,
+            "arm": arm,
+            "launches": max(launches for launches, *_ in every),
+            "launches_by_rank": [launches for launches, *_ in every],
+            "launch_calls": max(calls for *_, calls in every),
+            "copies_to_host": max(copies for _, copies, *_ in every),
+            "host_waits": max(waits for _, _, waits, _ in every),
+        }
+        if name == "p2p":
+            row["kernels"] = dict(sorted(seen.names.items(), key=lambda one: -one[1]))
+        add(row)
+
+
+def graphs(world: Any, attention: Attention, problems: Mapping[str, Problem], add: Add) -> None:
+    """Forward and backward captured in one CUDA graph and replayed on other numbers, against eager."""
+    for kind, problem in problems.items():
+        with install_pad_resolver(attention.module), te_backward_patches():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                attention.ours(problem)
+            torch.cuda.current_stream().wait_stream(side)
+            world.barrier()
+            graph = torch.cuda.CUDAGraph()
+            # NCCL's own thread may ask for events meanwhile.
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                captured = attention.ours(problem)
+            world.barrier()
+            before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
+            with torch.no_grad():
+                for x in (problem.q, problem.k, problem.v):
+                    x.mul_(0.5)
+            graph.replay()
+            torch.cuda.synchronize()
+            replayed = [x.clone() for x in captured]
+            eager = attention.stock(problem)
+            with torch.no_grad():
+                for x, old in zip((problem.q, problem.k, problem.v), before, strict=True):
+                    x.copy_(old)
+        add({"what": "graph", "lengths": kind, "differing": _worst(world, differing(replayed, eager))})
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def of(what: str, **wanted: Any) -> list[Mapping[str, Any]]:
+        return [
+            row for row in rows if row["what"] == what and all(row.get(name) == value for name, value in wanted.items())
+        ]
+
+    made: dict[str, float] = {}
+    for row in of("launches", comm_type="p2p"):
+        prefix = {"stock": "stock_launches", "stock auto flag": "stock_auto_launches", "ours": "launches"}[row["arm"]]
+        suffix = "" if row["lengths"] == "full" else "_padded"
+        made[f"{prefix}{suffix}_cp{row['tp']}"] = row["launches"]
+    ours = of("launches", arm="ours")
+    if ours:
+        made["device_syncs"] = sum(row["copies_to_host"] + row["host_waits"] for row in ours)
+        made["device_syncs"] += sum(row["syncs"] for row in of("bits"))
+    compared = of("bits")
+    # Where stock repeats itself, every bit must be the same; else TE's tolerance decides.
+    made["mismatches"] = sum(row["differing"] if row["repeatable"] else row["outside"] for row in compared)
+    made["mismatches"] += sum(row["differing"] for row in of("alternating"))
+    made["wrong_flags"] = sum(not row["flag_right"] for row in compared)
+    made["comparisons"] = len(compared)
+    made["not_repeatable"] = sum(not row["repeatable"] for row in compared)
+    captured = of("graph")
+    made["graph_captures"] = len(captured)
+    made["graph_mismatches"] = sum(row["differing"] for row in captured)
+    return made
+
+
+def _without_sync(step: Callable[[], list[torch.Tensor]]) -> tuple[int, list[torch.Tensor]]:
+    """Whether torch had to wait for the device, and the step's tensors."""
+    try:
+        with no_host_sync():
+            return 0, step()
+    except RuntimeError as error:
+        print(f"a step waited for the device: {error}", flush=True)
+        return 1, step()
+
+
+def _flag(hook: Any) -> bool:
+    """The flag that the resolver gave last."""
+    verdicts = [verdict for verdict, _ in hook.resolver._remembered.values()]
+    return bool(verdicts and verdicts[-1].pad_between_seqs)
+
+
+def _worst(world: Any, value: float) -> float:
+    return max(world.gather(float(value)))
+
+
+def main() -> int:
+    made = _one_gpu.parser(__doc__, timeout=150)
+    made.add_argument("--no-graphs", action="store_true", help="leave out CUDA graph capture")
+    return _one_gpu.main("cp_te", made.parse_args(), measure, figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
