@@ -48,6 +48,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 bench: $(READY)
+	$(DEMO) --result
 	$(PY) benchmarks/run_all.py
 
 test-te: $(READY_TE)

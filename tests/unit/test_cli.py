@@ -59,6 +59,7 @@ def test_layout_is_drawn(tmp_path: Path, method: str, collective: str, suffix: s
         (["--tokens", "32", "--method", "magic"], 2, "methods are bulk"),
         (["--tokens", "32", "--dtype", "int3"], 2, "not one of bfloat16"),
         (["--tokens", "32", "--out", "x.gif"], 2, "ends in none of .svg"),
+        (["--tokens", "32", "--out", "gone/x.svg"], 2, "there is no folder gone"),
         (["--tokens", "4", "--capacity", "8192x40"], 1, "the next valid T is 16"),
     ],
 )

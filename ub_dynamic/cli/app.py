@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typer
 
+from .build import build
 from .doctor import doctor
 from .layout import layout
 from .one_gpu import one_gpu
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command()(build)
 app.command()(doctor)
 app.command()(layout)
 app.command(name="one-gpu")(one_gpu)

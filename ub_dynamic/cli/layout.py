@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, cast
 
 import torch
@@ -18,9 +16,9 @@ from ..errors import UBDynamicError
 from ..rules import check_spec, check_tokens, token_rule
 from ..shapes import COLLECTIVES, METHODS, ChunkLayout, Collective, CommSpec, Method
 from .layout_words import role, title
+from .pictures import PictureFile
 
 _DTYPES = ("bfloat16", "float16", "float32", "uint8")
-_FORMATS = (".svg", ".png", ".pdf")
 
 
 def layout(
@@ -33,7 +31,7 @@ def layout(
     num_splits: Annotated[int, typer.Option(help="Column blocks of method pipeline")] = 4,
     num_sm: Annotated[int, typer.Option(help="SMs that copy, where use_ce is off")] = 16,
     use_ce: Annotated[bool, typer.Option("--use-ce/--no-use-ce", help="Copy engines in a ring")] = True,
-    out: Annotated[Path | None, typer.Option(help="Also draw it, to a .svg, .png or .pdf file")] = None,
+    out: PictureFile = None,
 ) -> None:
     """Show where the bytes of an active shape lie in a registered buffer.
 
@@ -45,10 +43,6 @@ def layout(
     shape = _shape(capacity)
     if dtype not in _DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(_DTYPES)}", param_hint="--dtype")
-    if out is not None and out.suffix not in _FORMATS:
-        raise typer.BadParameter(f"{out} ends in none of {', '.join(_FORMATS)}", param_hint="--out")
-    if out is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install 'ub_dynamic[plot]'", param_hint="--out")
     spec = CommSpec(
         "layout",
         cast(Method, method),

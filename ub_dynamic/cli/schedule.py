@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,8 +14,7 @@ from ..errors import UBDynamicError
 from ..pipeline import BlockRoutes
 from ..pipeline.schedules import ScheduleName
 from ..pipeline.timeline import Timeline, timeline, token_cost, unit_cost
-
-_FORMATS = (".svg", ".png", ".pdf")
+from .pictures import PictureFile
 
 
 def schedule(
@@ -32,7 +29,7 @@ def schedule(
         str | None,
         typer.Option(help="Stages that commit a block of attention residuals, as in 0,3,7,11: counts transfers"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw it, to a .svg, .png or .pdf file")] = None,
+    out: PictureFile = None,
 ) -> None:
     """Show a pipeline schedule: 1F1B, or interleaved 1F1B with several chunks on a rank.
 
@@ -40,10 +37,6 @@ def schedule(
 
     A backward takes twice as long as a forward here, and transfers take no time.
     """
-    if out is not None and out.suffix not in _FORMATS:
-        raise typer.BadParameter(f"{out} ends in none of {', '.join(_FORMATS)}", param_hint="--out")
-    if out is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install 'ub_dynamic[plot]'", param_hint="--out")
     name: ScheduleName = "forward" if forward_only else "interleaved" if vpp > 1 else "1f1b"
     sizes = _numbers(tokens, "--tokens", smallest=1)
     if sizes and len(sizes) != microbatches:
