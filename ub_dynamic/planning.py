@@ -189,9 +189,7 @@ def _microbatch(spans: Sequence[Span], layout: dict[str, Any]) -> PlannedMicroba
 
 def _first_fit_decreasing(rows: Sequence[int], room: int, most: int) -> list[list[int]]:
     """Bins of indices into ``rows`` with a sum of at most ``room`` each, and at most ``most`` indices."""
-    # First fit leaves at most one bin half empty, apart from those that hold `most`; so this many leaves do.
-    bound = min(len(rows), 2 * sum(rows) // room + len(rows) // most + 2)
-    leaves = 1 << (bound - 1).bit_length()
+    leaves = 1 << (len(rows) - 1).bit_length()  # a bin for every index is enough
     free = [room] * (2 * leaves)  # a binary tree: free[i] is the most room in any bin below node i
     bins: list[list[int]] = []
     falling = sorted(range(len(rows)), key=rows.__getitem__, reverse=True)
