@@ -51,6 +51,8 @@ def belongs_to_ended_process(name: str) -> bool:
 @pytest.mark.mpi
 @pytest.mark.parametrize("size", [2, 4])
 def test_killed_rank_is_named_by_all_others(size: int, tmp_path: Path) -> None:
+    if mpi_flavor(find_mpirun()) == "openmpi":
+        pytest.skip("Open MPI's launcher loses its connection to the killed rank and ends the run itself")
     result, seen = provoke("killed-unnoticed", size, tmp_path)
     assert result.returncode != 0
     assert sorted(seen) == [rank for rank in range(size) if rank != 1]

@@ -111,7 +111,8 @@ class MPITransport:
         self._comm = group.comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = group.rank, group.size
-        largest_tag: int = self._comm.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+        # only COMM_WORLD is sure to have the attribute
+        largest_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
         self.tag_bits = largest_tag.bit_length() - 1
         _unlink_mpich_memory()
 
