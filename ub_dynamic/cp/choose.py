@@ -75,7 +75,7 @@ def choose_cp_comm(
     """The cheapest way that is exact and supported, among those that the arguments leave open.
 
     ``inner``: ranks of the all-to-all. ``capabilities``: of the installed TE by default. ``links``: measured rates, by
-    which ways are ranked in seconds; without them by bytes sent. Where two cost the same TE comes first, and the
+    which ways are ranked in seconds; without them by bytes sent, the all-gather last, as nothing hides it. Where two cost the same TE comes first, and the
     all-to-all before the ring. Raises :class:`UBUnsupportedError` with every reason where nothing is left, and
     :class:`UBShapeError` for an uncovered tail.
     """
@@ -106,8 +106,13 @@ def choose_cp_comm(
             f"no way to compute this attention with cp = {problem.batch.cp}: {reasons or 'the arguments exclude all'}"
         )
     # Sorting is stable, so that candidates() decides between equals.
-    possible.sort(key=lambda one: one[1].bytes if one[1].seconds is None else one[1].seconds)
+    possible.sort(key=_rank)
     return CPPlan(*possible[0], tuple(possible), refused)
+
+
+def _rank(one: tuple[Candidate, Cost]) -> tuple[bool, float]:
+    candidate, cost = one
+    return (candidate.comm_type == "all_gather", cost.bytes) if cost.seconds is None else (False, cost.seconds)
 
 
 def candidates(cp: int) -> Iterator[Candidate]:
