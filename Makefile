@@ -67,7 +67,7 @@ $(READY_TE): pyproject.toml
 	python=$$(.ci/find-python $(if $(TE_KIT),=3.11,3.10)); \
 	test -x $(VENV_TE)/bin/python || "$$python" -m venv $(VENV_TE)
 ifneq ($(TE_KIT),)
-	bash $(TE_KIT)/install-nogpu.sh $(VENV_TE)/bin/python
+	bash $(TE_KIT)/install-nogpu.sh $(abspath $(VENV_TE))/bin/python
 else
 	$(VENV_TE)/bin/python -m pip install -q torch==$(TE_TORCH) numpy setuptools wheel packaging pybind11 ninja $(TE_HEADERS)
 	CPATH=$$(ls -d $(abspath $(VENV_TE))/lib/python3*/site-packages/nvidia/*/include | paste -sd:) \
