@@ -85,7 +85,8 @@ def in_one_piece(config: AttnResConfig, batches: Sequence[TokenBatch]) -> tuple[
     All ranks of the world call it; the first one computes, since every rank wants the same.
     """
     model = whole_model(config)
-    losses = [torch.zeros((), dtype=config.dtype, device=config.device) for _ in batches]
+    precise = torch.promote_types(config.dtype, torch.float32)  # of the loss
+    losses = [torch.zeros((), dtype=precise, device=config.device) for _ in batches]
     if not dist.is_initialized() or dist.get_rank() == 0:
         for index, batch in enumerate(batches):
             loss, _ = model(None, [], batch)
