@@ -160,6 +160,7 @@ def test_a_te_without_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ub_cfgs": {"qkv": {}}}, UBShapeError, "unknown communicator 'qkv'"),
         ({"tp_size": 3}, UBShapeError, "does not divide the world of 2"),
         ({"capacity": (256, 72)}, UBShapeError, r"8 \* num_splits"),
+        ({"ub_cfgs": {"fc1_dgrad": {"method": "pipeline"}}}, UBUnsupportedError, "fc1_dgrad.*silently wrong.*ring_exch"),
         (
             {"quantization_modes": [NONE, FP8], "ub_cfgs": {"qkv_dgrad": {"method": "ring_exchange"}}},
             UBUnsupportedError,
@@ -175,6 +176,23 @@ def test_refused_before_te_is_called(
         create(**changes)
     assert stock.given == {}
     assert base._ub_communicators is None
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_a_pipelined_dgrad_needs_transposed_weights(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformer_engine.pytorch.utils.get_device_compute_capability", lambda: capability)
+    stock = use(monkeypatch, Stock(qkv_dgrad="pipeline"))
+    changes = {"use_fp8": True, "ub_cfgs": {"qkv_dgrad": {"method": "pipeline"}}}
+    if capability < (10, 0):
+        backend = create(**changes)
+        assert backend.specs["qkv_dgrad/fp8"].method == "pipeline"
+        backend.destroy()
+    else:
+        with pytest.raises(UBUnsupportedError, match="qkv_dgrad with a pipelined reduce-scatter"):
+            create(**changes)
+        assert stock.given == {}
 
 
 def test_other_groups_than_tes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

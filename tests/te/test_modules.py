@@ -24,10 +24,6 @@ CASES = {
         "linear", "qkv", {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True}, {"qkv_dgrad": "ring_exchange"},
         ["qkv_fprop ag", "qkv_dgrad rs"],
     ),
-    "column, dgrad + rs, pipeline": (
-        "linear", "qkv", {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True}, {"qkv_dgrad": "pipeline"},
-        ["qkv_fprop ag", "qkv_dgrad rs"],
-    ),
     "row, pipeline": (
         "linear", "proj", {"ub_overlap_ag": True, "ub_overlap_rs": True}, {}, ["proj_fprop rs", "proj_dgrad ag"],
     ),
@@ -152,6 +148,19 @@ def test_a_frozen_weight_with_bulk_wgrad_is_refused(kind: str, monkeypatch: pyte
             module(operand(module, CAPACITY))  # no backward, no harm
         module.weight.requires_grad_(True)
         module(operand(module, CAPACITY)).sum().backward()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("linear", "qkv"), ("layernorm", "qkv"), ("mlp", "fc1")])
+@pytest.mark.parametrize("method", ["pipeline", "bulk"])
+def test_a_pipelined_dgrad_is_refused(kind: str, name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # ub_overlap_rs_dgrad takes whatever communicator there is, the bulk one too
+    with te_world(monkeypatch, **{f"{name}_dgrad": method}) as world:
+        module = layer(kind, name, ub_overlap_ag=True, ub_overlap_rs_dgrad=True)
+        with pytest.raises(UBUnsupportedError, match=f"{name}_dgrad with a pipelined.*silently wrong.*ring_exchange"):
+            module(operand(module, CAPACITY))
+        assert world.calls == []
+        with torch.no_grad():
+            module(operand(module, CAPACITY))
 
 
 def test_delayed_wgrad_on_a_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import transformer_engine.pytorch.ops.fused.userbuffers_backward_linear as backw
 import transformer_engine.pytorch.ops.fused.userbuffers_forward_linear as forward_linear
 from cpu_te import CAPACITY, HIDDEN, TP, World, te_world
 
-from ub_dynamic.errors import UBAlignmentError, UBShapeError
+from ub_dynamic.errors import UBShapeError, UBUnsupportedError
 
 OUT = 2 * HIDDEN // TP
 
@@ -68,7 +68,7 @@ def backward(mode: str, tokens: int, frozen: bool = False) -> Any:
 BACKWARD = {
     ("column", False): ["qkv_dgrad bulk ag", "qkv_wgrad bulk rs"],
     ("row", False): ["proj_dgrad ag"],
-    ("column", True): ["qkv_dgrad rs"],  # on the communicator that was made for the bulk all-gather
+    ("row", True): ["proj_dgrad ag"],
 }
 FORWARD = {"column": ["qkv_fprop ag"], "row": ["proj_fprop rs"]}
 
@@ -106,15 +106,20 @@ def test_other_sizes_are_refused(mode: str, frozen: bool, monkeypatch: pytest.Mo
             assert world.overlaps() == []
 
 
-def test_a_frozen_weight_needs_the_rule_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cpu_te
+def test_a_frozen_weight_is_refused_where_its_dgrad_is_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
+    # TE takes the communicator of the bulk all-gather for a reduce-scatter then
+    with te_world(monkeypatch) as world:
+        forward("column", CAPACITY)
+        world.calls.clear()
+        with pytest.raises(UBUnsupportedError, match="qkv_dgrad with a pipelined reduce-scatter.*silently wrong"):
+            backward("column", CAPACITY, frozen=True)
+        assert world.calls == []
 
-    monkeypatch.setattr(cpu_te, "HIDDEN", 48)  # no multiple of 8 * num_splits = 32
-    with te_world(monkeypatch, proj_fprop="ring_exchange", fc2_fprop="ring_exchange") as world:
-        shape = (CAPACITY // TP, 48)
-        with pytest.raises(UBAlignmentError, match=r"qkv_dgrad as a pipeline.*8 \* num_splits = 32"):
-            backward_linear.UserbuffersBackwardLinear._functional_backward(
-                tensor(CAPACITY, OUT), tensor(*shape), tensor(OUT, 48), weight_requires_grad=False,
-                tensor_parallel_mode="column", ub_comm_name="qkv", **SHARED,
-            )  # fmt: skip
-        assert world.overlaps() == []
+
+def test_a_frozen_weight_over_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_world(monkeypatch, qkv_dgrad="ring_exchange") as world:
+        for tokens in (CAPACITY, 64):
+            world.manager.set_active_shape([tokens, HIDDEN])
+            dgrad, *_ = backward("column", tokens, frozen=True)
+            assert dgrad.shape == (tokens // TP, HIDDEN)
+            assert ran(world) == ["qkv_dgrad rs"]

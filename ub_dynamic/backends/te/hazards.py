@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two uses of overlap that Transformer Engine accepts, and that then read a buffer somebody else has overwritten.
+"""Three uses of overlap that Transformer Engine accepts, and that give wrong gradients without an error.
 
 - A frozen weight with ``ub_bulk_wgrad``: ``Linear`` and ``LayerNormLinear`` reduce-scatter dgrad inside the wgrad
   GEMM, which a frozen weight does not have. They return dgrad unreduced, as a view of the buffer.
 - Delayed weight gradients whose stored operands are views of a buffer: the next layer overwrites them.
+- A dgrad GEMM with a pipelined reduce-scatter. ``CommOverlapBase::split_overlap_rs`` cuts the weight ``[k, m]`` of
+  dgrad at multiples of ``m / num_splits * k`` elements, as if a chunk of columns were contiguous. That is true of a
+  transposed weight alone, which FP8 has on GPUs that multiply FP8 in that layout only (before Blackwell).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import UBUnsupportedError
+from ..names import DGRAD_REDUCE_SCATTER
 from .communicators import CUBLASMP, Communicator
 from .patches import Patches
 
@@ -22,29 +26,93 @@ _STORAGES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
 
 def refuse(patches: Patches, communicators: Sequence[Communicator]) -> None:
-    """Wrap TE's modules so that both uses raise :class:`UBUnsupportedError` with the reason."""
+    """Wrap TE's modules so that these uses raise :class:`UBUnsupportedError` with the reason."""
     import transformer_engine.pytorch.module._common as common
     from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+    from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
     from transformer_engine.pytorch.module.linear import Linear
+    from transformer_engine.pytorch.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
 
-    for module in (Linear, LayerNormLinear):
-        patches.replace(module, "forward", _refuse_frozen)
+    no_ring = frozenset(comm.name for comm in communicators if _splits_by_rows(comm))
+    for module in (Linear, LayerNormLinear, LayerNormMLP):
+        patches.replace(module, "forward", functools.partial(_refuse_modules, no_ring=no_ring))
+    patches.replace(
+        UserbuffersBackwardLinear, "_functional_backward", functools.partial(_refuse_operations, no_ring=no_ring)
+    )
     if hasattr(common, "WeightGradStore"):
         regions = tuple(_region(comm.reference()) for comm in communicators if comm.skipped != CUBLASMP)
         patches.replace(common.WeightGradStore, "put", functools.partial(_refuse_delayed, regions=regions))
 
 
-def _refuse_frozen(original: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_pipelined_dgrad(quantised: bool, cfg: Mapping[str, Mapping[str, Any]] | None) -> None:
+    """The third use, where ``initialize_ub`` is told of it: ``cfg`` is TE's of one quantization mode."""
+    for name in DGRAD_REDUCE_SCATTER:
+        if cfg and cfg.get(name, {}).get("method") == "pipeline" and not (quantised and _transposes_fp8_weights()):
+            raise UBUnsupportedError(_pipelined(name))
+
+
+def _pipelined(name: str) -> str:
+    return (
+        f"{name} with a pipelined reduce-scatter: TE cuts the weight of a dgrad GEMM at the wrong places there, and "
+        'the gradients would be silently wrong. Use method "ring_exchange" for it, or leave it "bulk" without '
+        "ub_overlap_rs_dgrad"
+    )
+
+
+def _transposes_fp8_weights() -> bool:
+    from transformer_engine.pytorch.utils import get_device_compute_capability
+
+    return bool(get_device_compute_capability() < (10, 0))
+
+
+def _splits_by_rows(comm: Communicator) -> bool:
+    """Whether a reduce-scatter that overlaps the dgrad GEMM is pipelined on this communicator."""
+    ring = comm.spec is not None and comm.spec.method == "ring_exchange"
+    return comm.name.split("/")[0] in DGRAD_REDUCE_SCATTER and not ring and comm.skipped != CUBLASMP
+
+
+def _refuse_modules(original: Callable[..., Any], no_ring: frozenset[str]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.ub_bulk_wgrad and inp.requires_grad and torch.is_grad_enabled() and _is_frozen(self):
-            raise UBUnsupportedError(
-                f"{type(self).__name__} {self.ub_name!r} has a frozen weight and ub_bulk_wgrad: TE would return "
-                "dgrad without its reduce-scatter. Build the layer with ub_bulk_wgrad=False, ub_bulk_dgrad=False"
-            )
+        if (self.ub_bulk_wgrad or self.ub_overlap_rs_dgrad) and torch.is_grad_enabled():
+            _check_module(self, inp, no_ring)
         return original(self, inp, *args, **kwargs)
 
     return forward
+
+
+def _check_module(module: Any, inp: torch.Tensor, no_ring: frozenset[str]) -> None:
+    name = getattr(module, "ub_name", None)  # LayerNormMLP has none, and looks after its frozen weights itself
+    if module.ub_bulk_wgrad and name is not None and inp.requires_grad and _is_frozen(module):
+        raise UBUnsupportedError(
+            f"{type(module).__name__} {name!r} has a frozen weight and ub_bulk_wgrad: TE would return "
+            "dgrad without its reduce-scatter. Build the layer with ub_bulk_wgrad=False, ub_bulk_dgrad=False"
+        )
+    if module.ub_overlap_rs_dgrad and not module.ub_bulk_wgrad:
+        _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring)
+
+
+def _check_dgrad(layer: str, no_ring: frozenset[str], quantised: bool | None = None) -> None:
+    if quantised is None:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        quantised = FP8GlobalStateManager.is_fp8_enabled()
+    name = f"{layer}/fp8" if quantised else layer
+    if name in no_ring and not (quantised and _transposes_fp8_weights()):
+        raise UBUnsupportedError(_pipelined(name))
+
+
+def _refuse_operations(original: Callable[..., Any], no_ring: frozenset[str]) -> Callable[..., Any]:
+    # The fused linear overlaps dgrad with its reduce-scatter when it computes no weight gradient.
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        frozen = not kwargs.get("weight_requires_grad", True)
+        if frozen and kwargs.get("tensor_parallel_mode") == "column" and kwargs.get("input_requires_grad", True):
+            quantised = bool(kwargs.get("with_quantized_compute", False))
+            _check_dgrad(f"{kwargs['ub_comm_name']}_dgrad", no_ring, quantised)
+        return original(*args, **kwargs)
+
+    return backward
 
 
 def _is_frozen(module: Any) -> bool:

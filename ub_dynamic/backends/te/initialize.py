@@ -20,6 +20,7 @@ from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group
 from ...shapes import Shape
 from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
+from . import hazards
 from . import native as native_file
 from .backend import TEBackend
 from .build import find_te
@@ -60,8 +61,10 @@ def create_te_backend(
     _check_topology(tp_size, group)
     modes = _modes(base, quantization_modes, use_fp8)
     cfgs = _cfgs(ub_cfgs, len(modes))
-    for cfg in cfgs:
+    for mode, cfg in zip(modes, cfgs, strict=True):
         resolve_specs(capacity, tp_size, dtype, cfg)  # raises for what TE or its kernels would not take
+        if not with_cublasmp:
+            hazards.refuse_pipelined_dgrad(mode != base.UserBufferQuantizationMode.NONE, cfg)
     native, reason = _load_native(group)
     bootstrap = Bootstrap()
     try:
