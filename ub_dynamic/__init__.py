@@ -35,12 +35,15 @@ from .errors import (
     UBUnsupportedError,
 )
 from .manager import Manager, Microbatch, ShapeReport
+from .packing import PackedBatch
+from .planning import plan_microbatches
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Manager",
     "Microbatch",
+    "PackedBatch",
     "ShapeReport",
     "UBAlignmentError",
     "UBCapacityError",
@@ -62,6 +65,7 @@ __all__ = [
     "is_ub_initialized",
     "max_tokens",
     "microbatch",
+    "plan_microbatches",
     "reset_ub_active_shape",
     "round_up_tokens",
     "set_buffer_active_shape",

@@ -22,6 +22,7 @@ Output = TypeVar("Output")
 BackendName = Literal["auto", "te", "host"]
 
 _manager: Manager | None = None
+_group: Group | None = None
 
 
 def initialize_ub(
@@ -54,7 +55,7 @@ def initialize_ub(
     family for a capacity that some communicator could not take, :class:`UBUnsupportedError` with what to
     install otherwise. After an error everything is as before the call.
     """
-    global _manager
+    global _manager, _group
     if _manager is not None:
         raise UBStateError("UserBuffers are already initialised; call destroy_ub first")
     capacity = parse_shape(shape, "capacity shape")
@@ -63,9 +64,9 @@ def initialize_ub(
     if te and not torch.distributed.is_initialized():
         raise UBStateError("TE's UserBuffers need torch.distributed: call torch.distributed.init_process_group first")
     group = tensor_parallel_group(tp_size, None if te else tp_group, "gloo" if te else bootstrap_backend)
-    board = RankBoard(group) if check != "never" and group.size > 1 else None
     made: Backend | None = None
     try:
+        board = RankBoard(group) if check != "never" and group.size > 1 else None
         if te:
             te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
             made = _create_te(capacity, tp_size, *te_arguments, group, board)
@@ -77,7 +78,9 @@ def initialize_ub(
     except BaseException:
         if made is not None:
             made.destroy()
+        group.close()
         raise
+    _group = group
     return _manager
 
 
@@ -148,11 +151,14 @@ def is_ub_initialized() -> bool:
 
 def destroy_ub() -> None:
     """Release all communicators, on all ranks together. A second call does nothing."""
-    global _manager
+    global _manager, _group
     if _manager is None:
         return
-    ending, _manager = _manager, None
+    ending, group = _manager, _group
+    _manager = _group = None
     ending.destroy()
+    if group is not None:
+        group.close()  # not after an error: messages may still be under way in it
 
 
 def set_ub_active_shape(shape: Iterable[int], *, names: Iterable[str] | None = None) -> ShapeReport:

@@ -6,6 +6,7 @@ Only set-up, checks and shutdown go through a group; the tensors of an overlap n
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,9 @@ class Group(Protocol):
     def barrier(self, what: str) -> None:
         """Returns when every member has come. :class:`UBTimeoutError` names ``what``."""
 
+    def close(self) -> None:
+        """Release what was made for this group alone; a communicator that the caller brought stays open."""
+
 
 class SoloGroup:
     """The group of a single process."""
@@ -59,12 +63,22 @@ class SoloGroup:
     def barrier(self, what: str) -> None:
         return
 
+    def close(self) -> None:
+        return
+
 
 class MPIGroup:
-    """A group over an mpi4py communicator; the caller keeps ``comm`` alive and frees it."""
+    """A group over an mpi4py communicator. ``owned``: :meth:`close` frees it, else the caller does."""
 
-    def __init__(self, comm: MPI.Comm, members: Sequence[int] | None = None, timeout_s: float | None = None) -> None:
-        self.comm = comm
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        members: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        *,
+        owned: bool = False,
+    ) -> None:
+        self.comm, self._owned = comm, owned
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.members = tuple(range(self.size)) if members is None else tuple(members)
         self.timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
@@ -83,6 +97,11 @@ class MPIGroup:
 
     def barrier(self, what: str) -> None:
         self.allgather(None, what)
+
+    def close(self) -> None:
+        if self._owned:
+            self._owned = False
+            self.comm.Free()
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
@@ -106,12 +125,17 @@ _TAG = 21211  # any tag that a private communicator does not use otherwise
 
 
 class TorchGroup:
-    """A group over a torch.distributed process group (gloo on the host, else the group's own backend)."""
+    """A group over a torch.distributed process group (gloo on the host, else the group's own backend).
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    ``owned``: :meth:`close` destroys it, else the caller does.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None, *, owned: bool = False
+    ) -> None:
         import torch.distributed as dist
 
-        self.process_group = process_group
+        self.process_group, self._owned = process_group, owned
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
@@ -125,6 +149,13 @@ class TorchGroup:
 
     def barrier(self, what: str) -> None:
         self.allgather(None, what)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if self._owned and dist.is_initialized():
+            self._owned = False
+            dist.destroy_process_group(self.process_group)
 
     def _timed(self, what: str, collective: Callable[[], None]) -> None:
         # The timeout is the process group's own, fixed when it was made; its text does not say for what it waited.
@@ -180,7 +211,7 @@ def _contiguous_mpi_group(tp_size: int) -> Group:
     _check_world(world, tp_size)
     first = rank // tp_size * tp_size
     comm = MPI.COMM_WORLD.Split(color=first, key=rank)
-    return MPIGroup(comm, range(first, first + tp_size))
+    return MPIGroup(comm, range(first, first + tp_size), owned=True)
 
 
 def _contiguous_torch_group(tp_size: int) -> Group:
@@ -189,6 +220,7 @@ def _contiguous_torch_group(tp_size: int) -> Group:
     timeout = timedelta(seconds=setup_timeout_s())
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
+        atexit.register(_leave_torch)
     world, rank = dist.get_world_size(), dist.get_rank()
     _check_world(world, tp_size)
     mine = None
@@ -197,4 +229,12 @@ def _contiguous_torch_group(tp_size: int) -> Group:
         group = dist.new_group(list(members), backend="gloo", timeout=timeout)  # every rank makes every group
         if rank in members:
             mine = group
-    return TorchGroup(mine)
+    return TorchGroup(mine, owned=True)
+
+
+def _leave_torch() -> None:
+    """Gloo's threads must not outlive the interpreter of a script that never joined torch.distributed itself."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

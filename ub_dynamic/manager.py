@@ -78,6 +78,7 @@ class Manager:
         self._rule = combine((token_rule(spec) for spec in backend.specs.values()), capacity[0])
         self._hidden = capacity[1]
         self._tokens = capacity[0]
+        self.shape_changes = 0  # how often the active shape of all communicators changed
         self._single: dict[str, int] = {}  # communicators set apart from the others
         self._lock = threading.RLock()
         self._updated = tuple(backend.specs)
@@ -224,6 +225,7 @@ class Manager:
                 self._board.exchange(tokens)
         self.backend.apply(tokens)
         self._tokens = tokens
+        self.shape_changes += 1
         if self._single:
             self._single = {}
 

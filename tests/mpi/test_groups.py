@@ -41,6 +41,15 @@ def test_a_world_that_cannot_be_cut(tp_size: int, mpi_comm: Any) -> None:
 
 
 @pytest.mark.mpi(2)
+def test_groups_that_were_made_here_are_freed(mpi_comm: Any) -> None:
+    for _ in range(3000):  # MPICH has about 2,000 communicators
+        tensor_parallel_group(2).close()
+    kept = tensor_parallel_group(2, mpi_comm)
+    kept.close()
+    mpi_comm.Barrier()
+
+
+@pytest.mark.mpi(2)
 def test_a_wait_names_the_missing_rank(mpi_comm: Any) -> None:
     group = MPIGroup(mpi_comm, members=(6, 7), timeout_s=0.3)
     if mpi_comm.Get_rank() == 0:
@@ -64,8 +73,9 @@ def test_the_board_between_processes(mpi_comm: Any) -> None:
         board.check()
     board.wait_for_all(20)
     assert board.dead_ranks() == []
-    mpi_comm.Barrier()  # deferred: whoever sees a difference first waits a moment to name everybody's T
+    mpi_comm.Barrier()
     board.publish(8 if mpi_comm.Get_rank() else 16)
+    mpi_comm.Barrier()
     everyone = "; ".join(["rank 0: T = 16", *(f"rank {rank}: T = 8" for rank in range(1, mpi_comm.Get_size()))])
     for look in (board.check, lambda: board.wait_for_all(20), board.final_check):
         with pytest.raises(UBRankMismatchError, match=everyone):

@@ -13,6 +13,15 @@ from fake_backend import FakeBackend
 import ub_dynamic as ub
 from ub_dynamic import api
 
+
+class FakeGroup:
+    size = 4
+    closed = 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
 CALLS = {
     "set": lambda: ub.set_ub_active_shape([64, 64]),
     "reset": ub.reset_ub_active_shape,
@@ -34,7 +43,7 @@ CALLS = {
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     made = FakeBackend(tp=4)
     monkeypatch.setattr(api, "_create_host", lambda *_: made)
-    monkeypatch.setattr(api, "tensor_parallel_group", lambda *_: type("Group", (), {"size": 4})())
+    monkeypatch.setattr(api, "tensor_parallel_group", lambda *_: FakeGroup())
     yield made
     ub.destroy_ub()
 

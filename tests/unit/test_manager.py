@@ -39,7 +39,7 @@ class TestSet:
         manager.set_active_shape([128, 64])
         manager.set_active_shape([64, 64])
         assert manager.set_active_shape((64, 64)) == manager.set_active_shape(torch.Size([64, 64]))
-        assert backend.calls == [64]
+        assert backend.calls == [64] and manager.shape_changes == 1
 
     def test_reset_goes_back_to_capacity(self) -> None:
         manager, backend = make()
