@@ -185,6 +185,8 @@ def test_what_does_not_fit_a_layer(userbuffers: int) -> None:
         block.column(data(ROWS, HIDDEN + 1))
     with pytest.raises(ubd.UBShapeError, match=r"dimension 0 of the input is 33.*next valid value is 34"):
         block.row(data(33, 64))
+    with pytest.raises(ubd.UBShapeError, match="weight is torch.float32 on cpu, the input is torch.bfloat16"):
+        block(data(ROWS, HIDDEN).bfloat16())
     with pytest.raises(ubd.UBShapeError, match="holds torch.float32, the operand is torch.bfloat16"):
         block.to(torch.bfloat16)(data(ROWS, HIDDEN).bfloat16())
     with pytest.raises(ubd.UBShapeError, match="out_features = 9 cannot be split over 2 TP ranks"):

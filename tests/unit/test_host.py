@@ -18,7 +18,7 @@ from ub_dynamic.backends.host import (
     trace,
 )
 from ub_dynamic.backends.host.buffers import ALIGNMENT, RegisteredMemory, allocated_bytes, allocation_count
-from ub_dynamic.backends.host.trace import GEMM, OTHER, TRANSFER, Span
+from ub_dynamic.backends.host.trace import GEMM, TRANSFER, WAIT, Span
 from ub_dynamic.groups import SoloGroup
 from ub_dynamic.shapes import CommSpec
 
@@ -36,7 +36,7 @@ from ub_dynamic.shapes import CommSpec
 )
 def test_hidden_fraction(transfers: list[tuple[int, int]], gemms: list[tuple[int, int]], expected: float) -> None:
     spans = [Span(TRANSFER, "t", *interval) for interval in transfers] + [Span(GEMM, "g", *i) for i in gemms]
-    assert trace.hidden_fraction([*spans, Span(OTHER, "o", 0, 100)]) == pytest.approx(expected)
+    assert trace.hidden_fraction([*spans, Span(WAIT, "o", 0, 100)]) == pytest.approx(expected)
 
 
 def test_trace_file(tmp_path: Path) -> None:

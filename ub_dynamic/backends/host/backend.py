@@ -58,8 +58,13 @@ class HostBackend:
         self.engine = Engine(group, tuple(self.specs), board, timeout_s) if group.size > 1 else None
         self._communicators: dict[str, Communicator] = {}
         if self.engine is not None:
-            for name, spec in self.specs.items():
-                self._communicators[name] = _CLASSES[spec.method, spec.collective](spec, self.engine)
+            try:
+                for name, spec in self.specs.items():
+                    self._communicators[name] = _CLASSES[spec.method, spec.collective](spec, self.engine)
+            except BaseException as error:  # no memory; the other ranks are told, and wait for nothing
+                self.engine.fail(error)
+                self.engine.close()
+                raise
         self._all = tuple(self._communicators.values())
         self._on_operand: OnOperand | None = None
         self._destroyed = False

@@ -31,8 +31,7 @@ def allocated_bytes() -> int:
 
 @dataclass(frozen=True)
 class Region:
-    """``numel`` elements of registered memory from ``offset`` on: as a tensor, and as the bytes of a
-    message."""
+    """A piece of memory: as a tensor, and as the bytes of a message."""
 
     tensor: torch.Tensor
     data: Bytes

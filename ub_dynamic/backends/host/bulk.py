@@ -40,8 +40,7 @@ class BulkAllGather(Communicator):
 
 
 class BulkReduceScatter(Communicator):
-    """The partial sums ``[T, H]`` of this rank are in the buffer; rank r gets the sum of rows ``r * T/tp
-    ...``.
+    """The buffer holds this rank's partial sums ``[T, H]``; rank r gets the sum of the rows from ``r * T/tp`` on.
 
     The sum is taken in rank order in float32 and rounded once, so it is the same whatever arrives first.
     """

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,8 +28,7 @@ class Communicator:
         self.tokens, self.hidden = spec.capacity
         self._layout: ChunkLayout | None = None
         self._memory = RegisteredMemory(
-            registered_rows(spec.method, spec.collective, *spec.capacity[:1], spec.tp) * self.hidden,
-            spec.dtype,
+            registered_rows(spec.method, spec.collective, spec.capacity[0], spec.tp) * self.hidden, spec.dtype
         )
 
     def set_tokens(self, tokens: int) -> None:
@@ -107,8 +105,7 @@ class Communicator:
 
 
 class Staging:
-    """Memory beside a communicator's buffer, at capacity too: what a reduction receives and sums in
-    float32."""
+    """Memory beside a communicator's buffer, at capacity too: for what a reduction receives, and float32 sums."""
 
     def __init__(self, receive_numel: int, sum_numel: int, dtype: torch.dtype) -> None:
         self.received = RegisteredMemory(receive_numel, dtype) if receive_numel else None
@@ -135,7 +132,7 @@ def gemm_span(name: str) -> Iterator[None]:
     if tracer is None:
         yield
         return
-    begin = time.monotonic_ns()
+    begin = trace.now()
     try:
         yield
     finally:
@@ -143,8 +140,7 @@ def gemm_span(name: str) -> Iterator[None]:
 
 
 def check_output(name: str, out: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """``out`` must be what the reduce-scatter of the active shape produces; :class:`UBShapeError`
-    otherwise."""
+    """:class:`UBShapeError` unless ``out`` is what the reduce-scatter of the active shape produces."""
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise UBShapeError(
             f"{name}: the output of the active shape is {list(shape)} of {dtype}, got {list(out.shape)} of {out.dtype}"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all communicators of a process share: numbered operations, timed waits, and the error that ended it
-all.
+"""What all communicators of a process share: numbered operations, timed waits, and the first error.
 
 An operation that fails leaves messages under way, so nothing that comes later could be trusted: the engine
 keeps the first error and raises it again from then on.
@@ -17,6 +16,7 @@ from typing import NoReturn
 from ...board import RankBoard
 from ...errors import UBDynamicError, UBRankMismatchError, UBStateError, UBTimeoutError
 from ...groups import Group, default_timeout_s
+from . import trace
 from .oplog import MAX_NAMES, OperationLog
 from .progress import Cancelled, Move, ProgressThread, Transfer
 from .transport import MessageSizeError, create_transport
@@ -58,7 +58,8 @@ class Engine:
         """The next operation of this rank; use it in a ``with`` statement. ``name`` None: on no communicator.
 
         Raises the first error of an earlier operation, :class:`UBStateError` from a second thread in the
-        middle of another operation, :class:`UBRankMismatchError` where the ranks disagree."""
+        middle of another operation, :class:`UBRankMismatchError` where the ranks disagree.
+        """
         return Operation(self, what, _PLAIN if name is None else name, tokens)
 
     def busy(self) -> str | None:
@@ -129,8 +130,16 @@ class Engine:
 
         Raises :class:`UBTimeoutError` or :class:`UBRankMismatchError` naming the ranks and the operation.
         """
-        if transfer.done.is_set() and transfer.error is None:
-            return
+        if not transfer.done.is_set():
+            begin = trace.now()
+            self._watch(transfer)
+            if (tracer := trace.active()) is not None:
+                tracer.add(trace.WAIT, transfer.label, begin)
+        if transfer.error is not None:
+            self._explain(transfer, transfer.error)
+
+    def _watch(self, transfer: Transfer) -> None:
+        """Until ``transfer`` has ended, look at the others again and again."""
         begin = time.monotonic()
         dead_since = None
         while not transfer.done.wait(_SLICE_S):
@@ -146,19 +155,11 @@ class Engine:
                 late = self._log.behind() or "none; all have started this operation"
                 waits = f"waited {self.timeout_s:g} s (UB_DYNAMIC_TIMEOUT sets this)"
                 self._give_up(transfer, f"{waits}, ranks that have not come: {late}")
-        if transfer.error is not None:
-            self._explain(transfer, transfer.error)
 
     def _compare(self) -> None:
         self._log.check()
-        if self._board is None:
-            return
-        try:
+        if self._board is not None:
             self._board.check()
-        except UBRankMismatchError:
-            time.sleep(10 * _SLICE_S)  # until every rank has written its T, so that the text names them all
-            self._board.check()
-            raise
 
     def _explain(self, transfer: Transfer, error: BaseException) -> NoReturn:
         """Raise what lies behind a transfer's error."""

@@ -22,24 +22,25 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class AbortOnError:
-    """Installed while a host backend over MPI exists. ``failed()`` says whether its operations have
-    failed."""
+    """Installed while a host backend over MPI exists; ``failed()`` says whether an operation of it has failed."""
 
     def __init__(self, failed: Callable[[], bool]) -> None:
-        self._failed = failed
+        self._failed, self._installed = failed, True
         self._previous: Hook = sys.excepthook
         sys.excepthook = self._hook
         atexit.register(self._at_exit)
 
     def uninstall(self) -> None:
-        """Put the previous hook back (unless somebody else has set another one on top)."""
+        """Put the previous hook back; one that somebody has set on top stays, and this one only passes on."""
+        self._installed = False
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous
         atexit.unregister(self._at_exit)
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous(kind, error, trace)
-        _abort()
+        if self._installed:
+            _abort()
 
     def _at_exit(self) -> None:
         # The program caught the error and goes on to its end; MPI_Finalize would wait for the others.

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ...errors import UBShapeError, UBUnsupportedError
 from . import plain
@@ -89,6 +90,7 @@ class ColumnParallel(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -122,6 +124,7 @@ class RowParallel(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
@@ -161,8 +164,7 @@ def _column_bulk(
     need_weight: bool,
     how: Overlap,
 ) -> torch.Tensor | None:
-    """TE's default: each collective runs beside the GEMM that does not need it. ``grad_x`` is filled if
-    given."""
+    """TE's default: each collective runs beside the GEMM that does not need it. ``grad_x`` is filled if given."""
     tokens, dtype = grad_output.shape[0], x.dtype
     gather = how.take("dgrad", BulkAllGather, tokens, dtype) if need_weight else None
     scatter = how.take("wgrad", BulkReduceScatter, tokens, dtype) if grad_x is not None else None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel linear layers with sequence parallelism, on the host communicators, with TE's names.
 
-Between two layers of a block each rank holds ``T/tp`` of the tokens; inside it holds all T tokens and
-``1/tp`` of the features."""
+Between two layers of a block each rank holds ``T/tp`` of the tokens; inside it holds all T tokens and ``1/tp`` of
+the features.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +69,9 @@ class ColumnParallelLinear(_ParallelLinear):
         self.bias = nn.Parameter(full_bias[rows].clone()) if full_bias is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = _flat(x, self.in_features, "ColumnParallelLinear")
+        flat = _flat(x, self.in_features, self.weight)
         out = ColumnParallel.apply(flat, self.weight, self.bias, self._how())
-        return out.view(x.shape[0] * self.backend.tp, *x.shape[1:-1], out.shape[-1])
+        return _unflat(out, x)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -113,11 +114,11 @@ class RowParallelLinear(_ParallelLinear):
                 f"RowParallelLinear: dimension 0 of the input is {x.shape[0]}, not a multiple of tp = {tp}; "
                 f"the next valid value is {x.shape[0] + tp - x.shape[0] % tp}"
             )
-        flat = _flat(x, self.in_features // tp, "RowParallelLinear")
+        flat = _flat(x, self.in_features // tp, self.weight)
         out = RowParallel.apply(flat, self.weight, self._how())
         if self.bias is not None:
             out = out + self.bias
-        return out.view(x.shape[0] // tp, *x.shape[1:-1], self.out_features)
+        return _unflat(out, x)
 
 
 def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
@@ -127,8 +128,7 @@ def mark_sequence_parallel(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def all_reduce_sequence_parallel_gradients(module: nn.Module, backend: HostBackend | None = None) -> None:
-    """Sum the gradients of the marked parameters over the TP ranks, after the backward. Collective, one
-    message."""
+    """Sum the gradients of the marked parameters over the TP ranks, after the backward. Collective."""
     engine = (current_backend() if backend is None else backend).engine
     marked = [
         parameter.grad
@@ -159,8 +159,17 @@ def _share(features: int, tp: int, what: str) -> int:
     return features // tp
 
 
-def _flat(x: torch.Tensor, features: int, what: str) -> torch.Tensor:
-    """``[..., features]`` as contiguous rows."""
+def _unflat(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``out`` with the middle dimensions of ``x``; ``out`` itself, not a view of it, where there are none."""
+    return out if x.dim() == 2 else out.view(-1, *x.shape[1:-1], out.shape[-1])
+
+
+def _flat(x: torch.Tensor, features: int, weight: torch.Tensor) -> torch.Tensor:
+    """``[..., features]`` as contiguous rows; what a GEMM would refuse is refused here, before anything is sent."""
     if x.dim() < 2 or x.shape[-1] != features:
-        raise UBShapeError(f"{what}: expects an input of [tokens, {features}], got {list(x.shape)}")
+        raise UBShapeError(f"the layer expects an input of [tokens, {features}], got {list(x.shape)}")
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise UBShapeError(
+            f"the layer's weight is {weight.dtype} on {weight.device}, the input is {x.dtype} on {x.device}"
+        )
     return x.reshape(-1, features).contiguous()

@@ -51,8 +51,7 @@ class OperationLog:
         return number
 
     def check(self) -> None:
-        """Compare this rank's latest operation with the others' of the same number, where they have come to
-        it.
+        """Compare this rank's latest operation with those of the others that have come to the same number.
 
         Raises :class:`UBRankMismatchError` naming every rank's operation and T.
         """
@@ -110,4 +109,5 @@ class OperationLog:
 
 
 def _record(number: int, index: int, tokens: int) -> int:
+    tokens &= (1 << _TOKEN_BITS) - 1
     return ((number % (1 << _NUMBER_BITS)) << _INDEX_BITS | index) << _TOKEN_BITS | tokens

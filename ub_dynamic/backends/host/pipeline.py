@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelined reduce-scatter: the output is cut into column blocks, and block i travels while block i + 1 is
-computed.
+"""Pipelined reduce-scatter: column blocks of the output; block i travels while block i + 1 is computed.
 
 Use::
 
@@ -22,11 +21,10 @@ from .progress import Transfer
 
 
 class PipelineReduceScatter(Communicator):
-    """``num_splits`` blocks ``[T, H/num_splits]``, each contiguous; within a block rank r owns rows ``r *
-    T/tp ...``.
+    """``num_splits`` contiguous blocks ``[T, H/num_splits]``; in each, rank r owns the rows from ``r * T/tp`` on.
 
-    Sums are taken in rank order in float32 and rounded once. TE's kernels write the sum into the strided
-    output directly; here it is copied there from the float32 staging."""
+    Sums are taken in rank order in float32 and rounded once into the strided output.
+    """
 
     def __init__(self, spec: CommSpec, engine: Engine) -> None:
         super().__init__(spec, engine)
@@ -34,8 +32,7 @@ class PipelineReduceScatter(Communicator):
         self._staging = Staging(own * (spec.tp - 1), own // spec.num_splits, spec.dtype)
 
     def reduce_scatter_chunks(self, out: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yield ``(rows, columns, block)`` for each block; the body writes this rank's partial sums into
-        ``block``.
+        """Yield ``(rows, columns, block)`` for each block; the body writes its partial sums into ``block``.
 
         At the end ``out`` ``[T/tp, H]`` holds this rank's rows of the sum over all ranks.
         """

@@ -26,8 +26,10 @@ from .progress import Transfer
 
 
 class RingAllGather(Communicator):
-    """``tp`` chunks ``[T/tp, H]`` at ``r * c``. Step i multiplies chunk ``(rank - i) % tp``, which is sent on
-    to the next rank meanwhile, and receives chunk ``(rank - i - 1) % tp`` from the rank before.
+    """``tp`` chunks ``[T/tp, H]``, rank r's at ``r * c``.
+
+    Step i multiplies chunk ``(rank - i) % tp`` while it is sent on to the next rank and chunk
+    ``(rank - i - 1) % tp`` comes from the rank before.
 
     With ``spec.aggregate`` two neighbours exchange their chunks first, and pairs of chunks travel and are
     multiplied: half as many, larger GEMMs.
@@ -92,11 +94,11 @@ class RingAllGather(Communicator):
 
 
 class RingReduceScatter(Communicator):
-    """``2*tp - 1`` chunks ``[T/tp, H]``: slot i holds the partial sums for rank ``(rank + i + 1) % tp``, its
-    own (slot ``tp - 1``) last. Each is sent while the next is computed; what comes lands in slots ``tp ...
-    2*tp - 2``.
+    """``2*tp - 1`` chunks ``[T/tp, H]``: what is sent, this rank's own, what is received.
 
-    The sum starts with this rank's own slot and goes on in the order of the slots, in float32, rounded once.
+    Slot i holds the partial sums for rank ``(rank + i + 1) % tp``, so its own are last, in slot ``tp - 1``. Each
+    is sent while the next is computed; what comes lands in slots ``tp`` to ``2*tp - 2``. The sum starts with
+    slot ``tp - 1`` and goes on in their order, in float32, rounded once.
     """
 
     def __init__(self, spec: CommSpec, engine: Engine) -> None:
@@ -104,8 +106,7 @@ class RingReduceScatter(Communicator):
         self._staging = Staging(0, spec.capacity[0] // spec.tp * self.hidden, spec.dtype)
 
     def reduce_scatter_chunks(self, out: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yield ``(rows, columns, slot)`` for each rank's rows; the body writes this rank's partial sums into
-        ``slot``.
+        """Yield ``(rows, columns, slot)`` for each rank's rows; the body writes its partial sums into ``slot``.
 
         At the end ``out`` ``[T/tp, H]`` holds this rank's rows of the sum over all ranks.
         """

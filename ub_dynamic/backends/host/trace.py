@@ -16,13 +16,12 @@ from typing import NamedTuple
 
 from ...groups import Group
 
-GEMM, TRANSFER, OTHER = "GEMM", "transfer", "other"
-_TRACKS = (GEMM, TRANSFER, OTHER)
+GEMM, TRANSFER, WAIT = "GEMM", "transfer", "wait"
+_TRACKS = (GEMM, TRANSFER, WAIT)
 
 
 class Span(NamedTuple):
-    """``name`` ran on ``track`` from ``start_ns`` to ``end_ns`` (monotonic clock). ``nbytes``: sent, if a
-    transfer."""
+    """``name`` ran on ``track`` from ``start_ns`` to ``end_ns`` (monotonic clock); a transfer sent ``nbytes``."""
 
     track: str
     name: str
