@@ -136,6 +136,24 @@ def test_positional_arguments_are_read_too(monkeypatch: pytest.MonkeyPatch) -> N
         assert world.calls == []
 
 
+def test_a_copy_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_world(monkeypatch) as world:
+        world.backend.connect(None)
+        copied: list[int] = []
+        for kind in (fakes.Base, fakes.Ring):
+            monkeypatch.setattr(kind, "copy_into_buffer", lambda self, x, local_chunk: copied.append(len(x)))
+        world.backend.connect(world.manager._on_operand)
+        world.manager.set_active_shape([64, HIDDEN])
+        for name in ("qkv_fprop", "qkv_dgrad"):
+            with pytest.raises(UBShapeError, match=f"{name}: the microbatch has 128 tokens"):
+                comm(name).copy_into_buffer(rows(128 // TP), local_chunk=True)
+            with pytest.raises(UBShapeError, match=f"{name}: the microbatch has 32 tokens"):
+                comm(name).copy_into_buffer(rows(32))
+            assert not copied
+            comm(name).copy_into_buffer(rows(64 // TP), local_chunk=True)
+            assert [copied.pop()] == [64 // TP]
+
+
 def test_partial_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     with te_world(monkeypatch), pytest.raises(UBShapeError, match="33 elements are no whole rows of H = 64"):
         comm("qkv_fprop").copy_into_buffer(torch.zeros(33, dtype=torch.bfloat16), local_chunk=True)

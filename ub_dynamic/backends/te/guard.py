@@ -157,7 +157,7 @@ class Guard:
         if splits and spec is not None:
             transa = args[1] if len(args) > 1 else kwargs["transA"]
             extra = kwargs.get("extra_output") if len(args) <= _EXTRA else args[_EXTRA]
-            _check_scatter(entry, spec, a.size(0 if transa else -1), tokens, extra)
+            _check_scatter(entry, spec, a.size()[0 if transa else -1], tokens, extra)
 
     def _match_output(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a plain GEMM whose output is a buffer that was handed out before T was known.
