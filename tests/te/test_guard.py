@@ -18,13 +18,15 @@ import transformer_engine_torch as tex
 from cpu_te import CAPACITY, HIDDEN, TP, te_world
 from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
 
 from ub_dynamic.backends.te import guard as guard_module
 from ub_dynamic.backends.te.captures import Captures
 from ub_dynamic.backends.te.guard import Guard
 from ub_dynamic.backends.te.patches import Patches
-from ub_dynamic.errors import UBShapeError, UBStateError, UBUnsupportedError
+from ub_dynamic.errors import UBAlignmentError, UBShapeError, UBStateError, UBUnsupportedError
 
 AG, RS = tex.CommOverlapType.AG, tex.CommOverlapType.RS
 
@@ -78,7 +80,8 @@ def test_modules_have_what_the_hazards_read() -> None:
 
 
 OWNERS = (
-    tex, tex.CommOverlap, tex.CommOverlapP2P, torch.cuda.CUDAGraph, Linear, LayerNormLinear, common.WeightGradStore
+    tex, tex.CommOverlap, tex.CommOverlapP2P, torch.cuda.CUDAGraph, Linear, LayerNormLinear, LayerNormMLP,
+    UserbuffersBackwardLinear, common.WeightGradStore,
 )  # fmt: skip
 
 
@@ -133,6 +136,16 @@ def test_positional_arguments_are_read_too(monkeypatch: pytest.MonkeyPatch) -> N
             tex.generic_gemm(*front, comm("qkv_fprop"), AG, None, False)
         with pytest.raises(UBShapeError, match="128 tokens"):
             tex.generic_gemm(A=weight(), transA=True, B=rows(128), transB=False, comm_overlap=comm("qkv_fprop"))
+        assert world.calls == []
+
+
+def test_a_bulk_communicator_as_a_pipeline_needs_the_rule_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_te, "HIDDEN", 48)  # no multiple of 8 * num_splits = 32
+    with te_world(monkeypatch, proj_fprop="ring_exchange", fc2_fprop="ring_exchange") as world:
+        with pytest.raises(UBAlignmentError, match=r"qkv_wgrad as a pipeline.*8 \* num_splits = 32"):
+            general_gemm(
+                weight(48), rows(CAPACITY), ub=comm("qkv_wgrad"), ub_type=RS, extra_output=rows(CAPACITY // TP, 48)
+            )
         assert world.calls == []
 
 
