@@ -3,7 +3,8 @@
 
 A table stands between two markers. `<!-- figures: NAME -->` shows a result's figures, one a line;
 `<!-- rows: NAME column, column -->` shows its rows (all columns where none is named); both end with
-`<!-- end -->`. A single figure inside a text is `<!-- figure: NAME KEY -->1.23<!-- end -->`.
+`<!-- end -->`. A single figure inside a text is `<!-- figure: NAME KEY -->1.23<!-- end -->`. Between
+`<!-- results -->` and `<!-- end -->` stand the figures of every result that there is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 _BLOCK = re.compile(
-    r"(?P<open><!-- (?P<kind>figures|rows|figure): (?P<name>[a-z0-9_]+)(?P<rest>[^>]*?) -->)"
+    r"(?P<open><!-- (?P<kind>results|figures|rows|figure)(?:: (?P<name>[a-z0-9_]+)(?P<rest>[^>]*?))? -->)"
     r"(?P<body>.*?)(?P<close><!-- end -->)",
     re.DOTALL,
 )
@@ -29,6 +30,8 @@ def render(text: str, results: Path) -> str:
 
 
 def _fill(match: re.Match[str], results: Path) -> str:
+    if match["kind"] == "results":
+        return "".join(_section(json.loads(path.read_text())) for path in sorted(results.glob("*.json")))
     path = results / f"{match['name']}.json"
     if not path.exists():
         raise KeyError(f"{path.name} is not in {results.name}: run what writes it, or take the marker out")
@@ -37,12 +40,19 @@ def _fill(match: re.Match[str], results: Path) -> str:
     if match["kind"] == "figure":
         return _cell(_get(result["figures"], rest[0], path))
     if match["kind"] == "figures":
-        table = _table(["figure", "value"], [[key, _cell(value)] for key, value in result["figures"].items()])
-    else:
-        columns = rest or list(result["rows"][0])
-        rows = [[_cell(_get(row, column, path)) for column in columns] for row in result["rows"]]
-        table = _table(columns, rows)
-    return f"\n{table}\n\n{_origin(result)}\n"
+        return _figures(result)
+    columns = rest or list(result["rows"][0])
+    rows = [[_cell(_get(row, column, path)) for column in columns] for row in result["rows"]]
+    return f"\n{_table(columns, rows)}\n\n{_origin(result)}\n"
+
+
+def _section(result: dict[str, Any]) -> str:
+    return f"\n### {result['name']}\n{_figures(result)}"
+
+
+def _figures(result: dict[str, Any]) -> str:
+    rows = [[key, _cell(value)] for key, value in result["figures"].items()]
+    return f"\n{_table(['figure', 'value'], rows)}\n\n{_origin(result)}\n"
 
 
 def _get(values: dict[str, Any], key: str, path: Path) -> Any:

@@ -73,6 +73,14 @@ def test_tables_are_filled(tmp_path: Path, make_tables: ModuleType) -> None:
     assert make_tables.render(figure.format(""), tmp_path) == figure.format("0.1235")
 
 
+def test_every_result_is_shown(tmp_path: Path, make_tables: ModuleType) -> None:
+    for name, value in (("b_two", 2), ("a_one", 1)):
+        write_result(name, {"value": value}, mode="1-gpus", folder=tmp_path)
+    text = make_tables.render("<!-- results -->old<!-- end -->", tmp_path)
+    assert "old" not in text
+    assert text.index("### a_one") < text.index("| value | 1 |") < text.index("### b_two") < text.index("| value | 2 |")
+
+
 @pytest.mark.parametrize(
     ("marker", "says"),
     [
