@@ -106,7 +106,7 @@ def what_no_kernel_takes_is_refused_at_initialisation(world: World) -> None:
         ([64 + 1, HIDDEN], {}, ubd.UBAlignmentError, ["65"]),
     )
     for shape, options, kind, parts in rows:
-        expect_raises(world, kind, parts, lambda: start(shape, **options))  # noqa: B023
+        expect_raises(world, kind, parts, lambda: start(shape, **options), f"{shape} {options}")  # noqa: B023
         expect(world, not ubd.is_ub_initialized(), f"{shape} {options} left it initialised")
         expect(world, not communicators(), f"{shape} {options} left communicators of TE")
     with userbuffers(world, CAPACITY, HIDDEN):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from unittest import mock
 
 import torch
 from harness import case, expect, userbuffers
@@ -25,7 +26,7 @@ from ub_dynamic.testing.te_layers import (
     step,
     thd_arguments,
 )
-from ub_dynamic.testing.te_world import World, poison
+from ub_dynamic.testing.te_world import World, poison, stock_userbuffers
 
 HIDDEN, CAPACITY = 512, 1024
 OVERLAP = OVERLAPS["default"]
@@ -94,38 +95,47 @@ def a_view_would_break_megatron(world: World) -> None:
         bound.sum().backward()
 
 
-@case()
+@case(limit_s=120)
 def recomputation_sees_the_shape_of_its_microbatch(world: World) -> None:
-    """TE's and torch's checkpoint, reentrant and not; another microbatch runs before the backward."""
-    import transformer_engine.pytorch as te
-    from torch.utils.checkpoint import checkpoint
+    """TE's and torch's checkpoint, reentrant and not; another microbatch runs before the backward.
 
-    ways: dict[str, Callable[..., torch.Tensor]] = {
-        "te, reentrant": functools.partial(te.checkpoint, use_reentrant=True, tp_group=world.tp_group),
-        "te, not reentrant": functools.partial(te.checkpoint, use_reentrant=False),
-        "torch, reentrant": functools.partial(checkpoint, use_reentrant=True),
-        "torch, not reentrant": functools.partial(checkpoint, use_reentrant=False),
-    }
+    The reference is the same checkpoint over buffers made for T: TE's switches the fusion of bias and GELU off, for
+    good, where it is not reentrant, and modules do not overlap in a first pass without gradients.
+    """
     tokens, other = 256, 768
     for name in ("te.LayerNormMLP", "te.LayerNormLinear", "te.Linear row"):
         kind = KINDS[name]
+        with stock_userbuffers(world, [tokens, HIDDEN]):
+            layer = build(kind, OVERLAP, HIDDEN, world)
+            expected = {}
+            for way, recompute in _ways_to_recompute(world).items():
+                world.barrier()
+                leaf = random_input(kind, tokens, HIDDEN, world).requires_grad_()
+                expected[way] = _backward(world, layer, leaf, recompute(layer, leaf))
         with userbuffers(world, CAPACITY, HIDDEN):
             layer = build(kind, OVERLAP, HIDDEN, world)
-            (expected,) = _one_after_another(world, kind, layer, [tokens])
-            for way, recompute in ways.items():
-                world.barrier()
+            for way, recompute in _ways_to_recompute(world).items():
+                poison(world)
                 leaf, output = _forward(world, kind, functools.partial(recompute, layer), tokens)
                 world.barrier()  # nothing keeps a fast rank from overtaking between two all-gathers in a row
                 with ubd.active_shape([other, HIDDEN]):
                     between = step(layer, random_input(kind, other, HIDDEN, world), world)
                 expect(world, bool(between), "no step between")
                 world.barrier()
-                found = _backward(world, layer, leaf, output)
-                # A first pass under no_grad does not overlap in every module and adds in NCCL's order there.
-                error = relative_error(found.pop("output"), expected["output"])
-                expect(world, error < 0.02, f"{name}, {way}: the output is {error:.1e} off")
-                wrong = differing(found, {key: value for key, value in expected.items() if key != "output"})
+                wrong = differing(_backward(world, layer, leaf, output), expected[way])
                 expect(world, not wrong, f"{name}, {way}: {wrong}")
+
+
+def _ways_to_recompute(world: World) -> dict[str, Callable[..., torch.Tensor]]:
+    import transformer_engine.pytorch as te
+    from torch.utils.checkpoint import checkpoint
+
+    return {
+        "te, reentrant": functools.partial(te.checkpoint, use_reentrant=True, tp_group=world.tp_group),
+        "te, not reentrant": functools.partial(te.checkpoint, use_reentrant=False),
+        "torch, reentrant": functools.partial(checkpoint, use_reentrant=True),
+        "torch, not reentrant": functools.partial(checkpoint, use_reentrant=False),
+    }
 
 
 @case()
@@ -140,7 +150,7 @@ def evaluation_between_training_steps(world: World) -> None:
             with ubd.active_shape([512, HIDDEN]), torch.no_grad():
                 quiet = layer(random_input(kind, 512, HIDDEN, world))
             error = relative_error(quiet, second["output"])
-            expect(world, error < 0.02, f"{name}: evaluation is {error:.1e} off the training forward")
+            expect(world, error < 0.03, f"{name}: evaluation is {error:.1e} off the training forward")
             if name == "te.Linear row":
                 expect(world, torch.equal(quiet, second["output"]), "the same overlap, other bits")
             world.barrier()
@@ -154,31 +164,50 @@ def evaluation_between_training_steps(world: World) -> None:
             expect(world, not wrong, f"{name}: {wrong}")
 
 
-@case()
+@case(limit_s=120)
 def return_layernorm_output_follows_the_shape(world: World) -> None:
-    """LoRA adapters read the normalised input; TE switches the all-gather overlap off there, the rest stays."""
+    """LoRA adapters read the normalised input; TE switches the all-gather overlap off there, the rest stays.
+
+    Bits are compared with buffers made for T, gradients into both outputs. Of a gathered second output LayerNormMLP
+    with bulk overlap drops the gradient, on any buffers (``fc1_dgrad = ub_obj_fc1_wgrad.get_buffer``), and no
+    LayerNormLinear uses it: there the layer without overlap is compared with a gradient into the first output alone.
+    """
+    lengths = (256, CAPACITY, 16 * world.size)
     for name in ("te.LayerNormLinear", "te.LayerNormMLP"):
         kind = KINDS[name]
         for gathered in (False, True):
             flags = {"return_layernorm_output": True, "return_layernorm_output_gathered": gathered}
+            plain = build(kind, OVERLAP, HIDDEN, world, on=False, **flags)
+            found = {}
             with userbuffers(world, CAPACITY, HIDDEN):
                 layer = build(kind, OVERLAP, HIDDEN, world, **flags)
-                plain = build(kind, OVERLAP, HIDDEN, world, on=False, **flags)
-                for tokens in (256, CAPACITY, 16 * world.size):
-                    operand = random_input(kind, tokens, HIDDEN, world)
+                for tokens in lengths:
+                    poison(world)
                     ubd.set_ub_active_shape([tokens, HIDDEN])
-                    found, expected = _two_outputs(world, layer, operand), _two_outputs(world, plain, operand)
-                    for part, value in expected.items():
-                        error = relative_error(found[part], value)
+                    operand = random_input(kind, tokens, HIDDEN, world)
+                    found[tokens] = _two_outputs(world, layer, operand)
+                    ours, theirs = (_two_outputs(world, each, operand, not gathered) for each in (layer, plain))
+                    for part, value in theirs.items():
+                        error = relative_error(ours[part], value)
                         where = f"{name}, gathered {gathered}, T = {tokens}, {part}"
-                        expect(world, error < 0.02, f"{where}: {error:.1e} off the layer without overlap")
+                        expect(world, error < 0.03, f"{where}: {error:.1e} off the layer without overlap")
+            for tokens in lengths:
+                with stock_userbuffers(world, [tokens, HIDDEN]):
+                    wrong = differing(
+                        found[tokens], _two_outputs(world, layer, random_input(kind, tokens, HIDDEN, world))
+                    )
+                expect(world, not wrong, f"{name}, gathered {gathered}, T = {tokens}: {wrong}")
 
 
-def _two_outputs(world: World, layer: torch.nn.Module, operand: torch.Tensor) -> dict[str, torch.Tensor]:
+def _two_outputs(
+    world: World, layer: torch.nn.Module, operand: torch.Tensor, both: bool = True
+) -> dict[str, torch.Tensor]:
     leaf = operand.clone().requires_grad_()
     output, normalised = layer(leaf)
-    grad = random_tensor(tuple(output.shape), world, 11)
-    torch.autograd.backward([output, normalised], [grad, torch.ones_like(normalised)])
+    outputs, grads = [output], [random_tensor(tuple(output.shape), world, 11)]
+    if both:
+        outputs, grads = [output, normalised], [*grads, torch.ones_like(normalised)]
+    torch.autograd.backward(outputs, grads)
     return {**collect(layer, leaf, output), "layernorm_output": normalised.detach()}
 
 
@@ -186,10 +215,11 @@ def _two_outputs(world: World, layer: torch.nn.Module, operand: torch.Tensor) ->
 def a_packed_batch_through_a_transformer_layer(world: World) -> None:
     """THD: lengths in, PackedBatch, TransformerLayer; T changes, and equals the layer without overlap."""
     kind = KINDS["te.TransformerLayer"]
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "1"  # cuDNN has no deterministic backward for some lengths
     thd = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal"}
     packings = ([700, 300], [17, 230, 64], [CAPACITY], [5], [128] * 6)
-    with userbuffers(world, CAPACITY, HIDDEN):
+    # cuDNN has no deterministic backward for some lengths
+    nondeterministic = mock.patch.dict(os.environ, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
+    with nondeterministic, userbuffers(world, CAPACITY, HIDDEN):
         layer = build(kind, OVERLAP, HIDDEN, world, **thd)
         plain = build(kind, OVERLAP, HIDDEN, world, on=False, **thd)
         for lengths in packings:
@@ -208,5 +238,4 @@ def a_packed_batch_through_a_transformer_layer(world: World) -> None:
             output.backward(grad)
             for name, value in collect(plain, leaf, output).items():
                 error = relative_error(found[name], value)
-                expect(world, error < 0.02, f"{lengths}, {name}: {error:.1e} off the layer without overlap")
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+                expect(world, error < 0.03, f"{lengths}, {name}: {error:.1e} off the layer without overlap")

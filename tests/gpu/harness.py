@@ -47,6 +47,8 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+PATIENCE = float(os.environ.get("UB_DYNAMIC_TEST_PATIENCE", "1"))  # times the limits, where others use the GPU too
+_notes: list[str] = []  # of the case under way
 
 
 def case(*, tp: Sequence[int] = (2, 4), limit_s: float = 60.0) -> Callable[[Any], Any]:
@@ -80,7 +82,15 @@ def expect(world: World, condition: bool, text: object = "") -> None:
         raise Failed("; ".join(f"rank {rank}: {answer}" for rank, answer in wrong.items()))
 
 
-def expect_raises(world: World, kind: type[BaseException], parts: Sequence[str], call: Callable[[], object]) -> None:
+def note(world: World, text: str) -> None:
+    """Something that is no failure, and that one wants to read in the test's output."""
+    if world.rank == 0:
+        _notes.append(text)
+
+
+def expect_raises(
+    world: World, kind: type[BaseException], parts: Sequence[str], call: Callable[[], object], where: str = ""
+) -> None:
     """``call`` raises exactly ``kind`` or a child of it, with every one of ``parts`` in its text."""
     problem = ""
     try:
@@ -93,7 +103,7 @@ def expect_raises(world: World, kind: type[BaseException], parts: Sequence[str],
     except Exception as error:
         problem = f"{type(error).__name__} instead of {kind.__name__}: {error}"
     gc.collect()  # the traceback held frames, and they hold communicators
-    expect(world, not problem, problem)
+    expect(world, not problem, f"{where}: {problem}" if where else problem)
 
 
 @contextlib.contextmanager
@@ -132,24 +142,36 @@ def userbuffers(
 def run_on_rank(names: Sequence[str], folder: Path) -> None:
     """Run the named cases; each rank writes its own results, a line a case, as they come."""
     cases = load_cases()
-    with te_world(60.0) as world, open(folder / f"rank{world.rank}", "a", buffering=1) as results:
+    with te_world(120.0) as world, open(folder / f"rank{world.rank}", "a", buffering=1) as results:
         for name in names:
-            faulthandler.dump_traceback_later(cases[name].limit_s, exit=True)
+            faulthandler.dump_traceback_later(PATIENCE * cases[name].limit_s, exit=True)
+            _notes.clear()
             begin = time.perf_counter()
             together, error = True, ""
             try:
                 cases[name].function(world)
             except Failed as failure:
                 error = str(failure)
+                together = _nothing_left()
             except BaseException:
                 together, error = False, traceback.format_exc()
             gc.collect()
             faulthandler.cancel_dump_traceback_later()
-            line = {"case": name, "error": error, "seconds": time.perf_counter() - begin}
+            line = {"case": name, "error": error, "seconds": time.perf_counter() - begin, "notes": _notes}
             results.write(json.dumps(line) + "\n")
             if not together:
                 os._exit(3)  # out of step: nothing that follows could be trusted, and a clean exit could hang
             world.barrier()
+
+
+def _nothing_left() -> bool:
+    """End the UserBuffers that a failed expectation left, on every rank alike, for the next case."""
+    try:
+        ubd.destroy_ub()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 # -- in pytest
@@ -160,6 +182,7 @@ def run_on_rank(names: Sequence[str], folder: Path) -> None:
 class Result:
     error: str
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 def run_cases(tp: int, names: Sequence[str], folder: Path) -> dict[str, Result]:
@@ -172,7 +195,7 @@ def run_cases(tp: int, names: Sequence[str], folder: Path) -> dict[str, Result]:
             break
         here = folder / f"tp{tp}-start{attempt}"
         here.mkdir(parents=True)
-        log = _start(tp, left, here, sum(cases[name].limit_s for name in left) + 120.0)
+        log = _start(tp, left, here, PATIENCE * sum(cases[name].limit_s for name in left) + 120.0)
         new = _read(tp, here)
         found.update(new)
         if not all(name in new for name in left):
@@ -201,7 +224,7 @@ def _start(tp: int, names: Sequence[str], folder: Path, timeout_s: float) -> str
     with open(folder / "log", "w+") as log:
         process = subprocess.Popen([*launcher, "--", *program], env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            process.wait(timeout_s + 60)
+            _tell(process, tp, folder, timeout_s + 60)
         finally:
             process.terminate()  # it ends its ranks and its daemon
             process.wait(60)
@@ -209,19 +232,35 @@ def _start(tp: int, names: Sequence[str], folder: Path, timeout_s: float) -> str
         return log.read()
 
 
+def _tell(process: subprocess.Popen[bytes], tp: int, folder: Path, timeout_s: float) -> None:
+    """Wait, and print every case as soon as its ranks are through with it, an error when the first rank has it."""
+    told: set[str] = set()
+    deadline = time.monotonic() + timeout_s
+    ended = False
+    while not ended and time.monotonic() < deadline:
+        ended = process.poll() is not None
+        for name, result in _read(tp, folder).items():
+            if name not in told:
+                told.add(name)
+                print(f"tp{tp} {name}: {result.error or 'ok'} ({result.seconds:.1f} s)", *result.notes, sep="\n  ")
+        sys.stdout.flush()
+        time.sleep(0.5)
+
+
 def _read(tp: int, folder: Path) -> dict[str, Result]:
     """What the ranks wrote; a case counts when every rank has written it, or one of them has an error."""
     ranks: list[dict[str, dict[str, Any]]] = []
     for rank in range(tp):
         path = folder / f"rank{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # whole lines
         ranks.append({record["case"]: record for record in map(json.loads, lines)})
     found = {}
     for name in dict.fromkeys(name for written in ranks for name in written):
         records = [written[name] for written in ranks if name in written]
         errors = dict.fromkeys(record["error"] for record in records if record["error"])
         if errors or len(records) == tp:
-            found[name] = Result("\n".join(errors), max(record["seconds"] for record in records))
+            notes = tuple(text for record in records for text in record["notes"])
+            found[name] = Result("\n".join(errors), max(record["seconds"] for record in records), notes)
     return found
 
 

@@ -50,7 +50,7 @@ def test_on_one_gpu(
     if tp not in outcomes:
         outcomes[tp] = harness.run_cases(tp, _selected(request.session, tp), folder)
     result = outcomes[tp][name]
-    print(f"{result.seconds:.1f} s on the device")
+    print(f"{result.seconds:.1f} s on the device", *result.notes, sep="\n")
     assert not result.error, result.error
 
 

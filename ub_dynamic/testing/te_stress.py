@@ -77,7 +77,6 @@ def _dynamic(world: World, operations: list[Operation]) -> tuple[dict[int, Tenso
         backend="te",
     )
     found: dict[int, Tensors] = {}
-    changes, before = 0, capacity
     player = _Player(world)
     player.warm_up(manager)
     world.barrier()
@@ -90,18 +89,33 @@ def _dynamic(world: World, operations: list[Operation]) -> tuple[dict[int, Tenso
             found[operation.number] = {}
         else:
             found[operation.number] = player.play(operation, manager)
-        changes += manager.active[0] != before
-        before = manager.active[0]
     world.barrier()
     storages = [tensor.untyped_storage() for tensors in found.values() for tensor in tensors.values()]
     kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
     growth = _requested() - start - sum(kept.values())
+    assert manager.active[0] == _last_shape(operations, capacity), f"the active shape ended as {manager.active}"
     ubd.destroy_ub()
-    return found, changes, growth
+    return found, _shape_changes(operations, capacity), growth
+
+
+def _last_shape(operations: list[Operation], capacity: int) -> int:
+    return next((each.tokens for each in reversed(operations) if each.kind == "set_shape"), capacity)
+
+
+def _shape_changes(operations: list[Operation], active: int) -> int:
+    """What else than ``set_shape`` has a T of its own changes to it and back."""
+    changes = 0
+    for operation in operations:
+        other = operation.tokens != active
+        changes += other * (1 if operation.kind == "set_shape" else 2)
+        active = operation.tokens if operation.kind == "set_shape" else active
+    return changes
 
 
 def _requested() -> int:
     """Bytes that are asked of the allocator and not given back, without its rounding."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # it takes note of what other streams have done with
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
@@ -149,15 +163,15 @@ class _Player:
         tokens = manager.capacity[0]
         for number, name in enumerate(LAYERS):
             forward = Operation(-1, "forward", tokens, 0, name, -2 - number)
-            self.play(forward, manager)
-            self.play(replace(forward, kind="backward"), manager)
+            for kind in ("forward", "backward", "eval"):
+                self.play(replace(forward, kind=kind), manager)
         for name in GATHERS | SCATTERS:
             self.play(Operation(-1, "all_gather" if name in GATHERS else "reduce_scatter", tokens, 0, name), manager)
 
     def play(self, operation: Operation, manager: ubd.Manager | None) -> Tensors:
         """One operation; with ``manager`` on dynamic buffers, else on those that are there."""
         if operation.kind == "backward":
-            return self._backward(operation)
+            return self._backward(operation, manager)
         if operation.kind == "forward":
             return self._forward(operation, manager)
         # Collectives alone have nothing that keeps a fast rank from overtaking into the next one.
@@ -188,9 +202,13 @@ class _Player:
         self._waiting[operation.microbatch] = x, output
         return {"output": output.detach()}
 
-    def _backward(self, operation: Operation) -> Tensors:
+    def _backward(self, operation: Operation, manager: ubd.Manager | None) -> Tensors:
         x, output = self._waiting.pop(operation.microbatch)
+        before = None if manager is None else manager.active
         output.backward(random_tensor(tuple(output.shape), self._world, operation.seed + 7))
+        if manager is not None and before is not None:
+            assert manager.active[0] == operation.tokens, f"{operation} ran at {manager.active}"
+            manager.set_active_shape(before)  # a backward leaves its own T, as it does in a schedule
         found = collect(self._blocks[operation.name], x, output)
         del found["output"]
         return found
