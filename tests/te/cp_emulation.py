@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel
 
 from ub_dynamic.cp.kernels import ReferenceKernel
 from ub_dynamic.cp.sections import DeviceSection, Section
 from ub_dynamic.packing import PackedBatch
 
+FLASH_2_7 = ("v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_7_plus", "v2_6_0_plus", "v2_7_0_plus")
 READS: list[int] = []  # halves read so far
 
 
@@ -105,6 +106,24 @@ def fused_attn_bwd(max_q, max_k, cu_q, cu_k, q, k, v, out, dout, dtype, aux, bac
         options["attn_mask_type"],
     )
     return (*ReferenceKernel().bwd(dout, q, k, v, out, aux[0].squeeze(-1), part, options["attn_scale"]), None)
+
+
+@_kernel
+def flash_attn_fwd(q, k, v, cu_q, cu_k, max_q, max_k, causal, softmax_scale, **options):  # type: ignore[no-untyped-def]
+    part = _section(cu_q, cu_k, cu_q, cu_k, max_q, max_k, "causal" if causal else "")
+    out, lse = ReferenceKernel().fwd(q, k, v, part, softmax_scale)
+    return out, lse.t().contiguous(), None, torch.zeros(2, dtype=torch.int64)
+
+
+@_kernel
+def flash_attn_bwd(  # type: ignore[no-untyped-def]
+    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, causal, softmax_scale, **options
+):
+    part = _section(cu_q, cu_k, cu_q, cu_k, max_q, max_k, "causal" if causal else "")
+    for target, grad in zip(
+        (dq, dk, dv), ReferenceKernel().bwd(dout, q, k, v, out, lse.t(), part, softmax_scale), strict=True
+    ):
+        target.copy_(grad)
 
 
 def _half_rows(cu_seqlens: torch.Tensor, half: int) -> torch.Tensor:
@@ -211,6 +230,9 @@ def on_cpu() -> Iterator[None]:
             (context_parallel, "get_device_compute_capability", lambda: (9, 0)),
             (context_parallel, "get_cudnn_version", lambda: (9, 19, 0)),
             (context_parallel.FP8GlobalStateManager, "get_fp8_recipe", DelayedScaling),
+            (backends, "_flash_attn_varlen_fwd", flash_attn_fwd),
+            (backends, "_flash_attn_varlen_bwd", flash_attn_bwd),
+            *((context_parallel.fa_utils, name, True) for name in FLASH_2_7),
             (torch.cuda, "current_stream", lambda *_: stream),
             (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
             (torch.cuda, "Event", Event),
@@ -229,6 +251,7 @@ def te_attention(
     pad: bool | None = None,
     boundaries: tuple[torch.Tensor, torch.Tensor] | None = None,
     max_seqlen: int | None = None,
+    fused: bool = True,
 ) -> torch.Tensor:
     """TE's attention under context parallelism, `[T/cp, H, D]` in and out."""
     real, padded = boundaries or tuple(vars(batch.device_metadata("cpu")).values())
@@ -250,7 +273,7 @@ def te_attention(
         comm_type,
         qkv_format="thd",
         attn_mask_type="padding_causal" if causal else "padding",
-        use_fused_attention=True,
+        use_fused_attention=fused,
         window_size=(-1, 0) if causal else (-1, -1),
         pad_between_seqs=flag,
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
 
@@ -27,9 +28,11 @@ PADDED, FULL = (13, 40, 7, 1, 0), (64, 32, 16)
 
 
 @pytest.fixture(autouse=True)
-def world() -> None:
+def world() -> Iterator[None]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    with on_cpu():
+        yield
 
 
 def groups(comm_type: str):  # type: ignore[no-untyped-def]
@@ -49,13 +52,13 @@ class Run:
         self.local = [x[self.rows].requires_grad_() for x in qkv]
         self.count = CountOps()
         self.reads = -len(READS)
-        with on_cpu(), self.count:
+        with self.count:
             self.out = te_attention(
                 self.local, self.batch, groups(comm_type), comm_type, causal=causal, pad=pad, **options
             )
 
     def backward(self) -> Run:
-        with on_cpu(), self.count:
+        with self.count:
             self.out.backward(self.grad[self.rows])
         self.reads += len(READS)
         return self
@@ -120,6 +123,22 @@ def test_explicit_true_on_a_full_batch_keeps_every_bit() -> None:
     with te_backward_patches(), packed(stock.batch):
         ours = Run(FULL, "p2p", pad=True).backward()
     assert all(map(torch.equal, stock.tensors(), ours.tensors()))
+
+
+@pytest.mark.mpi(2, launcher="torchrun")
+def test_flash_attention_backward_reads_nothing_back() -> None:
+    def reads(run: Run) -> int:
+        return sum("_local_scalar_dense" in name for name in run.count.ops)
+
+    stock = Run(FULL, "p2p", fused=False).backward()
+    assert max(stock.errors()) < 1e-5
+    assert reads(stock) == 3
+    with te_backward_patches(), packed(stock.batch):
+        ours = Run(FULL, "p2p", fused=False).backward()
+    assert reads(ours) == 0
+    assert all(map(torch.equal, stock.tensors(), ours.tensors()))
+    with te_backward_patches(no_sync=False), packed(stock.batch):
+        assert reads(Run(FULL, "p2p", fused=False).backward()) == 3
 
 
 @pytest.mark.mpi(2, launcher="torchrun")
@@ -193,7 +212,7 @@ def test_recomputation_sees_its_own_batch(reentrant) -> None:  # type: ignore[no
         real = real.clone()
         count = CountOps()
         try:
-            with on_cpu(), count:
+            with count:
                 return te_attention(
                     (q, k, v), batch, dist.group.WORLD, "p2p", boundaries=(real, real.clone()), pad=False
                 )
@@ -207,8 +226,7 @@ def test_recomputation_sees_its_own_batch(reentrant) -> None:  # type: ignore[no
             scope.bind_backward(out)
         with packed(other):
             pass
-        with on_cpu():
-            out.backward(stock.grad[stock.rows])
+        out.backward(stock.grad[stock.rows])
     assert used[0] == used[1] == used[2], used
     assert torch.equal(out, stock.out)
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(local, stock.local, strict=True))  # type: ignore[arg-type]

@@ -75,9 +75,9 @@ def choose_cp_comm(
     """The cheapest way that is exact and supported, among those that the arguments leave open.
 
     ``inner``: ranks of the all-to-all. ``capabilities``: of the installed TE by default. ``links``: measured rates, by
-    which ways are ranked in seconds; without them by bytes sent, the all-gather last, as nothing hides it. Where two cost the same TE comes first, and the
-    all-to-all before the ring. Raises :class:`UBUnsupportedError` with every reason where nothing is left, and
-    :class:`UBShapeError` for an uncovered tail.
+    which ways are ranked in seconds; without them by bytes sent, the all-gather last, as nothing hides it. Where two
+    cost the same TE comes first, and the all-to-all before the ring. Raises :class:`UBUnsupportedError` with every
+    reason where nothing is left, and :class:`UBShapeError` for an uncovered tail.
     """
     check_tail(problem.batch.total_tokens, problem.rows)
     for name, value, allowed in (
