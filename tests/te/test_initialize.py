@@ -43,6 +43,7 @@ class Stock:
 
     def __init__(self, failure: BaseException | None = None, **methods: str) -> None:
         self.given: dict[str, Any] = {}
+        self.before: Any = None
         self.failure, self.methods = failure, methods
 
     def __call__(
@@ -51,6 +52,8 @@ class Stock:
     ) -> None:  # fmt: skip
         self.given = {name: value for name, value in locals().items() if name != "self"}
         base._ub_communicators = {}
+        if self.before is not None:
+            self.before()
         helper = tex.CommOverlapHelper("world", "domain")
         assert helper == "helper"
         modes = tuple(mode.value for mode in quantization_modes)
@@ -116,6 +119,19 @@ def test_what_te_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {backend.active_tokens(name) for name in backend.specs} == {64}
     assert backend.active_tokens("proj_wgrad") == 256
     backend.destroy()
+
+
+def test_tes_groups_do_not_wait_for_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "torch.distributed.new_group(backend=bootstrap_backend)" in inspect.getsource(base.initialize_ub)
+    waits: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda backend=None, timeout=None: waits.append(timeout))
+
+    stock = use(monkeypatch, Stock())
+    stock.before = lambda: dist.new_group(backend="gloo")
+    create().destroy()
+    assert [wait.total_seconds() for wait in waits] == [300]
+    dist.new_group(backend="gloo")
+    assert waits[-1] is None
 
 
 def test_explicit_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
-from ...groups import Group
+from ...groups import Group, default_timeout_s
 from ...shapes import Shape
 from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
 from . import hazards
@@ -31,6 +32,7 @@ from .shutdown import Bootstrap, destroy_objects
 
 logger = logging.getLogger("ub_dynamic")
 _MINIMUM = (2, 10)
+_BOOTSTRAP_TIMEOUT_S = 300.0  # more than a slow node needs to compile the native file
 
 
 def create_te_backend(
@@ -165,8 +167,13 @@ def _call_stock(**arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _kept(bootstrap: Bootstrap) -> Iterator[None]:
-    """Keeps what TE's function makes and drops, though the shared communicator goes on calling it."""
+    """Keeps what TE's function makes and drops, though the shared communicator goes on calling it.
+
+    Its process groups wait for half an hour by default for a rank that failed; here, for a few minutes.
+    """
     import transformer_engine_torch as tex
+
+    limit = timedelta(seconds=max(_BOOTSTRAP_TIMEOUT_S, default_timeout_s()))
 
     def keep(original: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -176,8 +183,13 @@ def _kept(bootstrap: Bootstrap) -> Iterator[None]:
 
         return make
 
+    def bound(original: Any) -> Any:
+        return lambda *args, **kwargs: original(*args, **{"timeout": limit, **kwargs})
+
     patches = Patches()
     patches.replace(tex, "CommOverlapHelper", keep)
+    patches.replace(dist, "new_group", bound)
+    patches.replace(dist, "new_subgroups_by_enumeration", bound)
     try:
         yield
     finally:
