@@ -140,9 +140,7 @@ class PackedBatch:
         if total_tokens is None:
             total = valid_total(filled, len(padded), tp, cp, align, capacity, bucket=None)
         elif total_tokens < filled:
-            raise UBShapeError(
-                f"total_tokens = {total_tokens}: it must be at least the last boundary, {filled}"
-            )
+            raise UBShapeError(f"total_tokens = {total_tokens}: it must be at least the last boundary, {filled}")
         else:
             total = total_tokens
             check_total(total, len(padded), tp, cp, align, capacity)

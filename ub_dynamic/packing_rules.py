@@ -124,14 +124,11 @@ def check_total(total: int, sequences: int, tp: int, cp: int, align: int, capaci
     """T is positive, a valid multiple, and within the capacity."""
     if total == 0:
         raise UBShapeError(
-            f"T = 0: {sequences} sequence(s) of length 0; T must be positive, skip the microbatch on all "
-            f"ranks instead"
+            f"T = 0: {sequences} sequence(s) of length 0; T must be positive, skip the microbatch on all ranks instead"
         )
     multiple = batch_multiple(tp, cp, align)
     if total % multiple:
-        raise UBAlignmentError(
-            f"T = {total}: {rule(tp, cp, align)}; the next valid T is {round_up(total, multiple)}"
-        )
+        raise UBAlignmentError(f"T = {total}: {rule(tp, cp, align)}; the next valid T is {round_up(total, multiple)}")
     if capacity is not None and total > capacity:
         raise UBCapacityError(
             f"T = {total} tokens exceed the capacity of {capacity}; the largest valid T is "

@@ -46,18 +46,14 @@ class Grid2D(Partition):
     name: ClassVar[str] = "grid2d"
 
     @classmethod
-    def of(
-        cls, height: int | Sequence[int], width: int | Sequence[int], ranks: tuple[int, int] | None
-    ) -> Grid2D:
+    def of(cls, height: int | Sequence[int], width: int | Sequence[int], ranks: tuple[int, int] | None) -> Grid2D:
         heights = (height,) if isinstance(height, int) else tuple(height)
         widths = (width,) if isinstance(width, int) else tuple(width)
         count = max(len(heights), len(widths))
         heights = heights * count if len(heights) == 1 else heights
         widths = widths * count if len(widths) == 1 else widths
         if len(heights) != len(widths):
-            raise UBShapeError(
-                f"grid2d with {len(heights)} heights and {len(widths)} widths: one pair a document"
-            )
+            raise UBShapeError(f"grid2d with {len(heights)} heights and {len(widths)} widths: one pair a document")
         if min(heights + widths, default=0) < 1 or (ranks is not None and min(ranks) < 1):
             raise UBShapeError(f"grid2d({heights}, {widths}, ranks={ranks}): sizes must be at least 1")
         return cls(heights, widths, ranks)
@@ -128,9 +124,7 @@ class Grid2D(Partition):
         every = [(down, cp // down) for down in range(1, cp + 1) if cp % down == 0]
         grids = every if self.ranks is None else [self.ranks]
         if self.ranks is not None and self.ranks not in every:
-            raise UBShapeError(
-                f"grid2d over {self.ranks[0]} x {self.ranks[1]} ranks: their product must be cp = {cp}"
-            )
+            raise UBShapeError(f"grid2d over {self.ranks[0]} x {self.ranks[1]} ranks: their product must be cp = {cp}")
         fitting = [(down, across) for down, across in grids if height % down == 0 and width % across == 0]
         if not fitting:
             raise UBAlignmentError(

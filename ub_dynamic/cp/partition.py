@@ -233,8 +233,7 @@ class Custom(Partition):
         cp, local = self.rows.shape
         if (cp, local) != (batch.cp, batch.local_tokens):
             raise UBShapeError(
-                f"custom indices are [cp, T/cp] = [{cp}, {local}], the batch has [{batch.cp}, "
-                f"{batch.local_tokens}]"
+                f"custom indices are [cp, T/cp] = [{cp}, {local}], the batch has [{batch.cp}, {batch.local_tokens}]"
             )
         rows = self.rows[rank]
         ends = torch.tensor(batch.cu_seqlens_padded[1:])
