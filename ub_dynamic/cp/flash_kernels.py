@@ -36,6 +36,10 @@ class TorchFlashKernel:
             False,
             scale=scale,
         )
+        if lse.dim() != 2:
+            raise UBUnsupportedError(
+                f"this torch returns softmax statistics of shape {tuple(lse.shape)}; packed ones, [H, T], are needed"
+            )
         lse = lse.t()
         if part.q_rows is not None:
             rows = part.q_rows
