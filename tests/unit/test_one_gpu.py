@@ -83,9 +83,7 @@ def test_ranks_share_a_port_but_no_host_id() -> None:
 
 
 def test_local_rank_zero_makes_every_rank_a_host_of_its_own() -> None:
-    code, _, said = lines(
-        shell("echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE"), OneGpu(2, local_rank="zero", timeout_s=30)
-    )
+    code, _, said = lines(shell("echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE"), OneGpu(2, local_rank="zero", timeout_s=30))
     assert (code, said) == (0, ["[rank 0] 0 0 1", "[rank 1] 1 0 1"])
 
 
@@ -220,9 +218,7 @@ exit 0
         return tmp_path
 
     def test_the_daemon_is_there_for_the_run_and_gone_after_it(self, control: Path) -> None:
-        script = (
-            "cat $CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid; echo; echo $CUDA_MPS_LOG_DIRECTORY"
-        )
+        script = "cat $CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid; echo; echo $CUDA_MPS_LOG_DIRECTORY"
         code, _, said = lines(shell(script), OneGpu(1, mps=True, timeout_s=30))
         folder, pid = (line.split()[-1] for line in said)
         assert code == 0
@@ -230,6 +226,23 @@ exit 0
         assert not Path(folder).parent.exists()
         assert not is_alive(int(pid))
         assert (control / "orders").read_text().split() == ["get_server_list", "quit"]
+
+    def test_a_daemon_of_the_environment_is_shared_and_left_alone(
+        self, control: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keeper = Keeper(new_mark(), mps=True)
+        for name, value in keeper.environment.items():
+            monkeypatch.setenv(name, value)
+        script = "cat $CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid; echo"
+        pids = {said for _ in range(2) for said in lines(shell(script), OneGpu(1, mps=True, timeout_s=30))[2]}
+        assert len(pids) == 1
+        assert is_alive(int(pids.pop().split()[-1]))
+        assert not (control / "orders").exists()
+        keeper.close()
+        # one that has ended is not taken for one that runs
+        other = Keeper(new_mark(), mps=True)
+        assert other.environment["CUDA_MPS_PIPE_DIRECTORY"] != keeper.environment["CUDA_MPS_PIPE_DIRECTORY"]
+        other.close()
 
     def test_a_daemon_that_does_not_quit_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DEAF", "1")
@@ -270,9 +283,7 @@ class TestPeerAccess:
         assert len(found) == 1
         assert [path.name for path in tmp_path.iterdir()] == [found.pop().name]
 
-    def test_without_a_compiler_it_says_what_to_install(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_a_compiler_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CC", "no-such-compiler")
         with pytest.raises(UBUnsupportedError, match="no-such-compiler"):
             peer_access_library(tmp_path)

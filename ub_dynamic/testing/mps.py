@@ -4,7 +4,7 @@
 Without MPS the processes on a GPU take turns, a time slice each. The daemon gets directories of its own, so
 that it is neither found by others nor mistaken for theirs. A keeper process holds the other end of a pipe:
 when that closes, for whatever reason, the keeper ends the run's processes, then the daemon, then the
-directories.
+directories. A daemon that the environment already names is used instead, and left alone: several runs can share one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,31 @@ CONTROL = "nvidia-cuda-mps-control"
 _KEEPER = Path(__file__).with_name("_keeper.py")
 
 
+def running() -> bool:
+    """Whether ``CUDA_MPS_PIPE_DIRECTORY`` names a daemon that lives."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    if not folder:
+        return False
+    try:
+        os.kill(int(Path(folder, f"{CONTROL}.pid").read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class Keeper:
     """Ends what belongs to one run when :meth:`close` is called or this process ends, however it ends.
 
     ``mark`` is the environment that marks the run's processes (:mod:`ub_dynamic.testing.marked`). With
-    ``mps`` a private daemon is started; ``environment`` is what its clients need; a daemon that does not quit
-    within ``quit_s`` seconds is killed. Raises :class:`UBUnsupportedError` where the daemon is not installed
-    or does not start.
+    ``mps`` a private daemon is started, unless one is :func:`running`; ``environment`` is what its clients
+    need; a daemon that does not quit within ``quit_s`` seconds is killed. Raises :class:`UBUnsupportedError`
+    where the daemon is not installed or does not start.
     """
 
     def __init__(self, mark: Mapping[str, str], mps: bool = False, quit_s: float = 10.0) -> None:
+        mps = mps and not running()
         if mps and shutil.which(CONTROL) is None:
-            raise UBUnsupportedError(
-                f"{CONTROL} is not on PATH: it comes with the NVIDIA driver; run without MPS"
-            )
+            raise UBUnsupportedError(f"{CONTROL} is not on PATH: it comes with the NVIDIA driver; run without MPS")
         # A short path: the daemon's sockets live here, and a socket's path has at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="ubd_mps_")) if mps else None
         self.environment: dict[str, str] = {}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -51,10 +52,11 @@ class OneGpu:
     """How to start the ranks.
 
     ``device``: index or UUID of the GPU, by default the first of ``CUDA_VISIBLE_DEVICES``. ``mps``: start a
-    private MPS daemon for this run. ``local_rank``: ``"rank"`` sets LOCAL_RANK as torchrun does on one host,
-    ``"zero"`` sets it to 0 on every rank, for scripts that choose their device by it. ``timeout_s``: end
-    everything after that many seconds (exit status 124). ``env``: added to the environment of every rank, and
-    stronger than what is set here.
+    private MPS daemon for this run, or use the one that the environment names (``CUDA_MPS_PIPE_DIRECTORY``).
+    ``local_rank``: ``"rank"`` sets LOCAL_RANK as torchrun does on one host, ``"zero"`` sets it to 0 on every
+    rank, for scripts that choose their device by it. ``timeout_s``: end everything after that many seconds
+    (exit status 124). ``env``: added to the environment of every rank, and stronger than
+    what is set here.
     """
 
     ranks: int
@@ -160,11 +162,7 @@ def run(command: Sequence[str], options: OneGpu, output: BinaryIO | None = None)
         _say(_HINT)
     seconds = time.monotonic() - start
     if code:
-        _say(
-            f"rank {failed} ended with {code}"
-            if failed is not None
-            else f"ended after {options.timeout_s:g} s"
-        )
+        _say(f"rank {failed} ended with {code}" if failed is not None else f"ended after {options.timeout_s:g} s")
     _say(LABEL.format(ranks=options.ranks))
     return Outcome(code, failed, seconds)
 
@@ -172,9 +170,7 @@ def run(command: Sequence[str], options: OneGpu, output: BinaryIO | None = None)
 class _Ranks:
     """The processes of a run and the threads that pass their output on."""
 
-    def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], stream: BinaryIO
-    ) -> None:
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], stream: BinaryIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
         self.bad_ordinal = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -231,10 +227,22 @@ def _first_device() -> str:
 
 
 def _free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, and that no socket is given which asks for any port.
+
+    Rank 0 listens on it many seconds later, when it has imported its libraries; until then the ranks of other runs
+    may have opened hundreds of sockets.
+    """
+    try:
+        given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        given = 32768
+    choose = random.SystemRandom()
+    for _ in range(100):
+        port = choose.randrange(10000, given) if given > 10100 else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise UBStateError("no port is free on 127.0.0.1")
 
 
 @contextlib.contextmanager
