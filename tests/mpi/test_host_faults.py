@@ -49,11 +49,11 @@ def belongs_to_ended_process(name: str) -> bool:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("size", [2, 4])
-def test_killed_rank_is_named_by_all_others(size: int, tmp_path: Path) -> None:
-    if mpi_flavor(find_mpirun()) == "openmpi":
+@pytest.mark.parametrize(("launcher", "size"), [("mpirun", 2), ("mpirun", 4), ("torchrun", 2)])
+def test_killed_rank_is_named_by_all_others(launcher: Launcher, size: int, tmp_path: Path) -> None:
+    if launcher == "mpirun" and mpi_flavor(find_mpirun()) == "openmpi":
         pytest.skip("Open MPI's launcher loses its connection to the killed rank and ends the run itself")
-    result, seen = provoke("killed-unnoticed", size, tmp_path)
+    result, seen = provoke("killed-unnoticed", size, tmp_path, launcher)
     assert result.returncode != 0
     assert sorted(seen) == [rank for rank in range(size) if rank != 1]
     for rank, what in seen.items():
