@@ -224,6 +224,23 @@ def test_tokens_can_come_with_the_header(mpi_size: int) -> None:
     transport.close()
 
 
+@pytest.mark.mpi(4, launcher="torchrun")
+def test_tensors_may_arrive_before_their_header_is_read(mpi_size: int) -> None:
+    """What NCCL's wire does: receives are posted one pass ahead, since T is known."""
+    case = cases(mpi_size, 2)[1]
+    config = case.config()
+    batches = batches_of(case, config)
+    whole, _ = reference(config, case.lengths)
+    with transport_of(case, config) as transport:
+        transport.payload.early = True
+        runner, chunks = rank_runner(case, config, transport, cache=False)
+        for _ in range(2):
+            for chunk in chunks:
+                chunk.zero_grad()
+            assert runner.step(batches).memory.buffers_leased == 0
+            assert largest_difference(gradients(case, transport.rank, chunks, whole)) == 0.0
+
+
 @ranks
 def test_frozen_layers_pass_no_gradient(mpi_size: int) -> None:
     """Nothing upstream requires a gradient: deposits are dropped, the trained part gets what it should."""

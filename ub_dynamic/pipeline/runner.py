@@ -43,19 +43,15 @@ class StepResult:
     memory: MemoryReport
 
 
-def no_shape(_batch: Any) -> AbstractContextManager[Any]:
-    """The default ``microbatch``: nothing inside the stages depends on T."""
-    return nullcontext()
-
-
 class PipelineRunner:
     """The chunks of one rank, and the schedule that they run in.
 
     ``chunks[v]`` is stage ``v * pp + rank`` (see :data:`~ub_dynamic.pipeline.stage.Chunk`); ``commits[v]``: blocks
     of attention residuals that it commits, by default none. ``cache``: keep blocks on the rank instead of sending
-    them again. ``microbatch``: a context-manager factory, called with a batch, or with T where the batch is None;
-    each new T enters it once before the step, so that one that it refuses is refused before anything is sent.
-    ``schedule``: by default 1F1B with one chunk, interleaved with several. All ranks of the pipeline make one.
+    them again. ``microbatch``: a context-manager factory (``ub_dynamic.microbatch``), called with a batch, or with T
+    where the batch is None; each new T enters it once before the step, so that one that it refuses is refused before
+    anything is sent. ``schedule``: by default 1F1B with one chunk, interleaved with several. All ranks of the
+    pipeline make one.
     """
 
     def __init__(
@@ -65,7 +61,7 @@ class PipelineRunner:
         *,
         commits: Sequence[int] | None = None,
         cache: bool = True,
-        microbatch: MicrobatchContext = no_shape,
+        microbatch: MicrobatchContext | None = None,
         schedule: ScheduleName | None = None,
     ) -> None:
         commits = [0] * len(chunks) if commits is None else list(commits)
@@ -81,7 +77,7 @@ class PipelineRunner:
             for index, chunk in enumerate(chunks)
         ]
         self.schedule: ScheduleName = schedule or ("1f1b" if len(chunks) == 1 else "interleaved")
-        self._microbatch = microbatch
+        self._microbatch: MicrobatchContext = microbatch or nullcontext
         self._steps = 0
         self._accepted: set[int] = set()  # T that the microbatch context has taken
         self._batches: Sequence[Any] = ()
