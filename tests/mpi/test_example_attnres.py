@@ -19,7 +19,6 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "flags", "sent"),
     [
-        (1, ["--vpp", "4"], ("0 (0)", "0 (0)")),
         (2, ["--vpp", "2"], ("6 (6)", "3 (3)")),
         (4, ["--vpp", "2", "--tp", "2", "--documents", "4"], ("6 (6)", "3 (3)")),
     ],

@@ -54,7 +54,7 @@ def cases(pp: int, vpp: int) -> list[Case]:
     stages = pp * vpp
     draw = random.Random(100 * pp + vpp)
     uneven = (*(draw.randint(0, 4) for _ in range(stages - 1)), 1)
-    found = [Case(pp, (2,) * stages, 2), Case(pp, uneven, 3), Case(pp, (3, *uneven[1:]), 1)]
+    found = [Case(pp, (2,) * stages, 2), Case(pp, uneven, 3), Case(pp, (3, *uneven[1:]), 1 if stages <= 8 else 2)]
     found += [case for case in (P4V4, P4V2) if (case.pp, case.vpp) == (pp, vpp)]
     return found
 
