@@ -147,6 +147,8 @@ def counts(world: Any, name: str, kind: str, attention: Attention, problem: Prob
 
 def graphs(world: Any, attention: Attention, problems: Mapping[str, Problem], add: Add) -> None:
     """Forward and backward captured in one CUDA graph and replayed on other numbers, against eager."""
+    from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
+
     for kind, problem in problems.items():
         with install_pad_resolver(attention.module), te_backward_patches():
             side = torch.cuda.Stream()
@@ -156,9 +158,11 @@ def graphs(world: Any, attention: Attention, problems: Mapping[str, Problem], ad
             torch.cuda.current_stream().wait_stream(side)
             world.barrier()
             graph = torch.cuda.CUDAGraph()
+            set_capture_start()  # TE's own flag, which make_graphed_callables sets
             # NCCL's own thread may ask for events meanwhile.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 captured = attention.ours(problem)
+            set_capture_end()
             world.barrier()
             before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
             with torch.no_grad():
