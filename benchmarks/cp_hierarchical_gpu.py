@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hierarchical attention of this package against TE's own, with TE's kernels in both. Writes cp_hierarchical.json.
 
-    python benchmarks/cp_hierarchical.py --tp 2 4
+    python benchmarks/cp_hierarchical_gpu.py --tp 2 4
 
 ``--tp`` ranks share one GPU and are the context-parallel group: a2a+p2p as 2 x 2 with 4 ranks, p2p and a2a with 2.
 Compared are out and gradients, and the time that kernels, copies and fills take on the device in a forward and
