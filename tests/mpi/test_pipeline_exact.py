@@ -241,6 +241,45 @@ def test_tensors_may_arrive_before_their_header_is_read(mpi_size: int) -> None:
             assert largest_difference(gradients(case, transport.rank, chunks, whole)) == 0.0
 
 
+@pytest.mark.mpi(1, 2, launcher="torchrun")
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
+def test_chunks_that_return_views_of_what_came_in(mpi_size: int, cached: bool) -> None:
+    """Outputs, commits and gradients that lie in receive buffers: none is given back while someone reads it."""
+    tokens = [5, 2, 9, 1, 7, 3]
+    start = [torch.linspace(-1, 1, 4 * count, dtype=torch.float64).view(count, 4) for count in tokens]
+    weights = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+
+    def stages(weights):
+        return [
+            lambda hidden, blocks, batch: ((start[batch.index] * weights[0]).t().contiguous().t(), []),
+            lambda hidden, blocks, batch: (hidden.view(hidden.shape), [hidden.view_as(hidden)]),
+            lambda hidden, blocks, batch: (hidden.flip(0), [blocks[0][:]]),
+            lambda hidden, blocks, batch: ((hidden * blocks[0] * blocks[1].sin() * weights[1]).sum(), []),
+        ]
+
+    batches = [SimpleNamespace(index=index, total_tokens=count) for index, count in enumerate(tokens)]
+    reference = weights.detach().clone().requires_grad_()
+    losses = []
+    for batch in batches:
+        hidden, blocks = None, []
+        for stage in stages(reference):
+            hidden, committed = stage(hidden, blocks, batch)
+            blocks = [*blocks, *committed]
+        hidden.backward()
+        losses.append(hidden.detach())
+    transport = PipelineTransport(capacity=(9, 4), dtype=torch.float64, timeout_s=60, poison=True)
+    mine = range(transport.rank, 4, mpi_size)
+    commits = [[0, 1, 1, 0][stage] for stage in mine]
+    runner = PipelineRunner([stages(weights)[stage] for stage in mine], transport, commits=commits, cache=cached)
+    for result in (runner.step(batches), runner.evaluate(batches)):
+        assert result.memory.buffers_leased == 0
+        if transport.rank == mpi_size - 1:
+            torch.testing.assert_close(torch.stack(result.losses), torch.stack(losses), rtol=0, atol=1e-12)
+    total = sum(transport.control.allgather(weights.grad, "the gradients"))
+    torch.testing.assert_close(total, reference.grad, rtol=0, atol=1e-12)
+    transport.close()
+
+
 @ranks
 def test_frozen_layers_pass_no_gradient(mpi_size: int) -> None:
     """Nothing upstream requires a gradient: deposits are dropped, the trained part gets what it should."""

@@ -19,7 +19,17 @@ from ub_dynamic.errors import (
     UBTimeoutError,
     UBUnsupportedError,
 )
-from ub_dynamic.pipeline import BlockRoutes, BlockStore, PipelineRunner, PipelineTransport, make_schedule, store_peak
+from ub_dynamic.pipeline import (
+    BlockRoutes,
+    BlockStore,
+    PipelineRunner,
+    PipelineTransport,
+    make_schedule,
+    store_peak,
+)
+from ub_dynamic.pipeline import (
+    stage as stage_module,
+)
 from ub_dynamic.pipeline.buffers import BufferPool
 from ub_dynamic.pipeline.headers import MAGIC, Header, check, check_dtype, pack_abort, peer_failure, unpack
 
@@ -242,7 +252,10 @@ def alone(*chunks, commits=None, **options) -> PipelineRunner:
     return PipelineRunner(chunks, transport, commits=commits)
 
 
-def test_one_rank_needs_no_process_group() -> None:
+@pytest.mark.parametrize("edges", [True, False], ids=["edges", "tensors"])
+def test_one_rank_needs_no_process_group(edges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where autograd takes tensors only as what a backward starts from (torch before 2.7)."""
+    monkeypatch.setattr(stage_module, "_EDGES", edges and stage_module._EDGES)
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
 
     def first(hidden, blocks, tokens):
