@@ -71,10 +71,11 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
         gc.collect()  # a cycle, such as a traceback's, is no owner
     survivors = [name for name, reference in references.items() if reference() is not None]
     if survivors:
+        held = holders({name: references[name] for name in survivors})
         logger.warning(
             "still held after destroy_ub: %s. These objects are kept from ever being destroyed, since they would take "
             "the next communicators with them; hold communicators by name instead",
-            "; ".join(f"{name} by {', '.join(holders(references[name])) or 'native code'}" for name in survivors),
+            "; ".join(f"{name} by {text}" for name, text in held.items()),
         )
     for name in survivors:
         if native is not None:
@@ -86,39 +87,39 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
     return survivors
 
 
-def holders(reference: weakref.ref[Any]) -> list[str]:
-    """Who refers to an object, as well as Python can tell: variables, containers by type and variable."""
-    target = reference()
-    # First, and without a closure over it: reading f_locals and cells of comprehensions would be found as holders.
-    referrers = gc.get_referrers(target)
-    found = [f"variable {where}" for where in _names_of(target)]
-    for holder in referrers:
-        if isinstance(holder, types.FrameType) or _is_namespace(holder):
-            continue
-        names = _names_of(holder)
-        found.append(f"a {type(holder).__name__}" + (f" in variable {names[0]}" if names else ""))
+def holders(references: Mapping[str, weakref.ref[Any]]) -> dict[str, str]:
+    """Who refers to each object, as well as Python can tell: variables, containers by type and variable."""
+    # Before variables are read: reading a frame's makes a dict of them, which would be found as a holder.
+    referrers = {name: gc.get_referrers(reference()) for name, reference in references.items()}
+    names, namespaces = _variables()
+    found = {}
+    for name, reference in references.items():
+        texts = [f"variable {where}" for where in names.get(id(reference()), ())]
+        for holder in referrers[name]:
+            if isinstance(holder, types.FrameType) or id(holder) in namespaces:
+                continue  # named above
+            where = names.get(id(holder))
+            texts.append(f"a {type(holder).__name__}" + (f" in variable {where[0]}" if where else ""))
+        found[name] = ", ".join(texts) or "native code"
     return found
 
 
-def _names_of(value: object) -> list[str]:
-    return [where for where, held in _variables() if held is value]
-
-
-def _is_namespace(holder: object) -> bool:
-    return isinstance(holder, dict) and any(vars(module) is holder for module in tuple(sys.modules.values()))
-
-
-def _variables() -> list[tuple[str, object]]:
-    """Global variables of every module, and local ones of every running function outside this file."""
-    found: list[tuple[str, object]] = []
+def _variables() -> tuple[dict[int, list[str]], set[int]]:
+    """The names of every object that a variable holds, by id, and the ids of the modules' namespaces: global variables
+    of every module, local ones of every running function outside this file."""
+    names: dict[int, list[str]] = {}
+    namespaces = set()
     for module_name, module in tuple(sys.modules.items()):
-        found += [(f"{name} of {module_name}", value) for name, value in tuple(vars(module).items())]
+        namespaces.add(id(vars(module)))
+        for name, value in tuple(vars(module).items()):
+            names.setdefault(id(value), []).append(f"{name} of {module_name}")
     for frame in sys._current_frames().values():
         current: types.FrameType | None = frame
         while current is not None:
             code = current.f_code
             if code.co_filename != __file__ and code.co_name != "<module>":
                 where = f"{code.co_name} ({code.co_filename}:{current.f_lineno})"
-                found += [(f"{name} of {where}", value) for name, value in tuple(current.f_locals.items())]
+                for name, value in tuple(current.f_locals.items()):
+                    names.setdefault(id(value), []).append(f"{name} of {where}")
             current = current.f_back
-    return found
+    return names, namespaces
