@@ -20,7 +20,7 @@ from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel
 
 from ub_dynamic.cp.kernels import ReferenceKernel
-from ub_dynamic.cp.sections import DeviceSection, Section
+from ub_dynamic.cp.sections import DeviceSection, Ranges, Section
 from ub_dynamic.packing import PackedBatch
 
 FLASH_2_7 = ("v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_7_plus", "v2_6_0_plus", "v2_7_0_plus")
@@ -70,8 +70,8 @@ def _section(cu_q, cu_k, offsets_q, offsets_k, max_q, max_k, mask) -> DeviceSect
     assert max(k, default=0) <= max_k, "max_seqlen_kv is too small"
     part = Section.of(
         int(offsets_q[-1]),
-        (tuple(offsets_q[:-1].tolist()), tuple(q)),
-        (tuple(offsets_k[:-1].tolist()), tuple(k)),
+        Ranges(offsets_q[:-1].long(), cu_q.diff().long()),
+        Ranges(offsets_k[:-1].long(), cu_k.diff().long()),
         max_q,
         max_k,
         mask.endswith("causal"),

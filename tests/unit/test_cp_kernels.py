@@ -23,7 +23,7 @@ LENGTHS = [(13, 40, 7, 1, 0), (64, 32), (1,), (0, 5, 0), (99, 3, 3, 3)]
 
 
 def on_cpu(part: Section) -> DeviceSection:
-    return DeviceSection(part, *part.tables(), part.q_rows(), part.k_rows())
+    return DeviceSection(part, *part.tables(), part.q.rows(), part.k.rows())
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -67,12 +67,17 @@ def test_known_sections() -> None:
     batch = PackedBatch.from_lengths([13, 8], cp=2)
     first, second = (ring_plan(batch, Partition.zigzag(), 1, 2, rank, True).steps for rank in (0, 1))
     # Rank 0 holds chunks 0 and 3: 4 + 1 and 2 + 2 real tokens. Rank 1 holds 1 and 2: 8 and 4.
-    assert first[0] == Section(12, (0, 8), (5, 4), (0, 8), (5, 4), 8, 8, True)
-    assert first[1] == Section(12, (4, 10), (1, 2), (0, 8), (8, 4), 4, 8, False)
-    assert second[0] == Section(12, (0, 8), (8, 4), (0, 8), (8, 4), 8, 8, True)
-    assert second[1] == Section(12, (0, 8), (8, 4), (0, 8), (4, 2), 8, 4, False)
-    assert zigzag_counts(batch, 2, 0) == (5, 4)
-    assert zigzag_counts(batch, 2, 0, second=False) == (4, 2)
+    known = [
+        (first[0], ([0, 8], [5, 4], [0, 8], [5, 4]), 8, 8, True),
+        (first[1], ([4, 10], [1, 2], [0, 8], [8, 4]), 4, 8, False),
+        (second[0], ([0, 8], [8, 4], [0, 8], [8, 4]), 8, 8, True),
+        (second[1], ([0, 8], [8, 4], [0, 8], [4, 2]), 8, 4, False),
+    ]
+    for part, ranges, max_q, max_k, causal in known:
+        assert tuple(one.tolist() for one in (*part.q, *part.k)) == ranges
+        assert (part.rows, part.max_q, part.max_k, part.causal) == (12, max_q, max_k, causal)
+    assert zigzag_counts(batch, 2, 0).tolist() == [5, 4]
+    assert zigzag_counts(batch, 2, 0, second=False).tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -95,15 +100,12 @@ def test_sections_of_all_ranks_cover_every_pair_once(causal: bool) -> None:
         for rank, one in enumerate(plans):
             for step, part in enumerate(one.steps):
                 source = (rank - step) % outer
-                for q_start, q_count, k_start, k_count in zip(
-                    part.q_starts, part.q_counts, part.k_starts, part.k_counts, strict=True
-                ):
-                    rows = held[rank][q_start : q_start + q_count]
-                    keys = held[source][k_start : k_start + k_count]
-                    pairs = torch.ones(q_count, k_count, dtype=torch.int64)
+                for queries, of in part.slices:
+                    rows, keys = held[rank][queries], held[source][of]
+                    pairs = torch.ones(len(rows), len(keys), dtype=torch.int64)
                     met[rows[:, None], keys[None, :]] += pairs.tril() if part.causal else pairs
-                    assert q_count <= part.max_q
-                    assert k_count <= part.max_k
+                    assert len(rows) <= part.max_q
+                    assert len(keys) <= part.max_k
         expected = torch.zeros_like(met)
         for start, length in zip(batch.cu_seqlens_padded, batch.seqlens, strict=False):
             pairs = torch.ones(length, length, dtype=torch.int64)

@@ -7,7 +7,7 @@ All of it depends on the batch and the ring alone: one copy a microbatch serves 
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 
@@ -27,11 +27,12 @@ class BoundaryTables:
     def __init__(self, batch: PackedBatch, ring: int, device: torch.device) -> None:
         self._batch, self._ring, self._device = batch, ring, device
         divisors = (ring, 2 * ring)
-        keys = [(rank, halves) for rank, halves in product(range(ring), ((True, True), (True, False), (False, True)))]
-        host = [[boundary // by for boundary in batch.cu_seqlens_padded] for by in divisors]
-        if batch.has_padding:
-            host += [list(accumulate(zigzag_counts(batch, ring, rank, *halves), initial=0)) for rank, halves in keys]
-        tensors = copy_tensors(device, [torch.tensor(one, dtype=torch.int32) for one in host])
+        padded = torch.tensor(batch.cu_seqlens_padded)
+        host = [padded // by for by in divisors]
+        keys = list(product(range(ring), ((True, True), (True, False), (False, True)))) if batch.has_padding else []
+        zero = torch.zeros(1, dtype=torch.int64)
+        host += [torch.cat([zero, zigzag_counts(batch, ring, rank, *halves).cumsum(0)]) for rank, halves in keys]
+        tensors = copy_tensors(device, [one.to(torch.int32) for one in host])
         self.quotients = dict(zip(divisors, tensors, strict=False))
         self.of_half = self.quotients[2 * ring]
         self._real = dict(zip(keys, tensors[2:], strict=False))
@@ -46,7 +47,7 @@ class BoundaryTables:
     def padding_mask(self, rank: int) -> torch.Tensor:
         """bool ``[T / ring]``: rows of ``rank`` that hold no real token."""
         if rank not in self._masks:
-            real = torch.tensor(zigzag_counts(self._batch, self._ring, rank))
+            real = zigzag_counts(self._batch, self._ring, rank)
             rows = torch.tensor(self._batch.padded) // self._ring
             row = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
             (self._masks[rank],) = copy_tensors(self._device, [row >= real.repeat_interleave(rows)])

@@ -59,7 +59,7 @@ class ReferenceKernel:
     def fwd(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DeviceSection, scale: float) -> OutAndLse:
         out = q.new_zeros((*q.shape[:2], v.shape[2]))
         lse = torch.full(q.shape[:2], -math.inf, dtype=_exact(q.dtype), device=q.device)
-        for rows, keys in _ranges(part):
+        for rows, keys in part.host.slices:
             scores = self._scores(q[rows], k[keys], part.host.causal, scale)
             denominator = torch.logsumexp(scores, dim=-1)
             weights = torch.exp(scores - denominator[..., None])
@@ -80,7 +80,7 @@ class ReferenceKernel:
     ) -> Gradients:
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         heads = q.shape[1]
-        for rows, keys in _ranges(part):
+        for rows, keys in part.host.slices:
             weights = torch.exp(self._scores(q[rows], k[keys], part.host.causal, scale) - lse[rows].t()[..., None])
             grad = _heads_first(dout[rows], heads)
             delta = (grad * _heads_first(out[rows], heads)).sum(-1, keepdim=True)
@@ -156,16 +156,6 @@ def _kernel(name: str) -> AttentionKernel:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _ranges(part: DeviceSection) -> list[tuple[slice, slice]]:
-    host = part.host
-    every = zip(host.q_starts, host.q_counts, host.k_starts, host.k_counts, strict=True)
-    return [
-        (slice(q_start, q_start + q_count), slice(k_start, k_start + k_count))
-        for q_start, q_count, k_start, k_count in every
-        if q_count
-    ]
 
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:

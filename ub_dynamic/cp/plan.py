@@ -18,7 +18,7 @@ from ..errors import UBStateError
 from ..metadata import indexed
 from ..packing import PackedBatch
 from .partition import Partition
-from .sections import DeviceSection, Section
+from .sections import DeviceSection, Ranges, Section
 
 _ALIGN = 64  # bytes between two tables in the one buffer
 
@@ -61,10 +61,10 @@ class DevicePlan:
     @classmethod
     def copy(cls, plan: RingPlan, device: torch.device, compact: bool) -> DevicePlan:
         parts = [one.tables() for one in plan.steps]
-        rows = [(one.q_rows(), one.k_rows()) if compact else () for one in plan.steps]
+        rows = [(one.q.rows(), one.k.rows()) if compact else () for one in plan.steps]
         mask = torch.zeros(len(plan.steps), plan.rows, dtype=torch.uint8)
         for step, one in enumerate(plan.steps):
-            mask[step, one.q_rows()] = 1
+            mask[step, one.q.rows()] = 1
         permutations = [] if plan.order is None or plan.inverse is None else [plan.order, plan.inverse]
         flat = [*permutations, mask, *(table for one in parts for table in one), *(r for pair in rows for r in pair)]
         copied = iter(copy_tensors(device, flat))
@@ -98,56 +98,57 @@ def ring_plan(batch: PackedBatch, partition: Partition, inner: int, outer: int, 
     return RingPlan(order.numel(), order, torch.argsort(order), steps)
 
 
-def zigzag_counts(
-    batch: PackedBatch, parts: int, rank: int, first: bool = True, second: bool = True
-) -> tuple[int, ...]:
+@lru_cache(maxsize=32)
+def chunk_counts(batch: PackedBatch, parts: int) -> torch.Tensor:
+    """int64 ``[2*parts, sequences]``: real tokens of every sequence in each of its ``2*parts`` equal chunks."""
+    size = torch.tensor(batch.padded) // (2 * parts)
+    before = torch.arange(2 * parts).unsqueeze(1) * size
+    return torch.minimum((torch.tensor(batch.seqlens) - before).clamp_(min=0), size)
+
+
+def zigzag_counts(batch: PackedBatch, parts: int, rank: int, first: bool = True, second: bool = True) -> torch.Tensor:
     """Real tokens of every sequence in its chunks ``rank`` (``first``) and ``2*parts-1-rank`` (``second``)."""
     if parts == 1 and first and second:
-        return batch.seqlens  # without context parallelism a length may be odd
+        return torch.tensor(batch.seqlens)  # without context parallelism a length may be odd
     chunks = [rank] * first + [2 * parts - 1 - rank] * second
-    counts = []
-    for length, rows in zip(batch.seqlens, batch.padded, strict=True):
-        size = rows // (2 * parts)
-        counts.append(sum(min(max(length - chunk * size, 0), size) for chunk in chunks))
-    return tuple(counts)
+    return chunk_counts(batch, parts)[chunks].sum(0)
 
 
 def _causal_steps(batch: PackedBatch, outer: int, rank: int) -> tuple[Section, ...]:
     """Under the zigzag: the own keys causally, then an earlier group's first chunk or, with the second chunk of
     queries, a later group's both."""
-    starts = tuple(start // outer for start in batch.cu_seqlens_padded[:-1])
-    half = tuple(rows // (2 * outer) for rows in batch.padded)
-    middles = tuple(start + chunk for start, chunk in zip(starts, half, strict=True))
+    starts = torch.tensor(batch.cu_seqlens_padded[:-1]) // outer
+    middles = starts + torch.tensor(batch.padded) // (2 * outer)
     rows, longest = batch.total_tokens // outer, batch.max_seqlen // outer
 
-    mine = (starts, zigzag_counts(batch, outer, rank))
+    mine = Ranges(starts, zigzag_counts(batch, outer, rank))
     steps = [Section.of(rows, mine, mine, longest, longest, causal=True)]
     for step in range(1, outer):
         source = (rank - step) % outer
         if source < rank:
-            keys = (starts, zigzag_counts(batch, outer, source, second=False))
+            keys = Ranges(starts, zigzag_counts(batch, outer, source, second=False))
             steps.append(Section.of(rows, mine, keys, longest, longest // 2))
         else:
-            queries = (middles, zigzag_counts(batch, outer, rank, first=False))
-            keys = (starts, zigzag_counts(batch, outer, source))
+            queries = Ranges(middles, zigzag_counts(batch, outer, rank, first=False))
+            keys = Ranges(starts, zigzag_counts(batch, outer, source))
             steps.append(Section.of(rows, queries, keys, longest // 2, longest))
     return tuple(steps)
 
 
 def _full_steps(batch: PackedBatch, partition: Partition, inner: int, outer: int, rank: int) -> tuple[Section, ...]:
-    starts = tuple(start // outer for start in batch.cu_seqlens_padded[:-1])
+    starts = torch.tensor(batch.cu_seqlens_padded[:-1]) // outer
     rows, longest = batch.total_tokens // outer, batch.max_seqlen // outer
 
-    def real(group: int) -> tuple[int, ...]:
+    def real(group: int) -> Ranges:
         if not batch.has_padding:
-            return tuple(rows // outer for rows in batch.padded)
+            return Ranges(starts, torch.tensor(batch.padded) // outer)
         members = range(group * inner, (group + 1) * inner)
-        counts = [partition.real_counts(batch, member) for member in members]
-        return tuple(sum(sum(halves) for halves in entry) for entry in zip(*counts, strict=True))
+        counts = [torch.tensor(partition.real_counts(batch, one)).sum(1) for one in members]
+        return Ranges(starts, torch.stack(counts).sum(0))
 
-    mine = (starts, real(rank))
+    mine = real(rank)
     sources = [(rank - step) % outer for step in range(outer)]
-    return tuple(Section.of(rows, mine, (starts, real(source)), longest, longest) for source in sources)
+    return tuple(Section.of(rows, mine, real(source), longest, longest) for source in sources)
 
 
 def copy_tensors(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-Ranges = tuple[tuple[int, ...], tuple[int, ...]]  # first row and number of rows of each sequence
+
+class Ranges(NamedTuple):
+    """int64 ``[sequences]`` on the host: the first row of each sequence, and how many rows."""
+
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        """int64 indices of all rows, sequence by sequence."""
+        shift = (self.starts - (self.counts.cumsum(0) - self.counts)).repeat_interleave(self.counts)
+        return torch.arange(shift.numel()) + shift
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Section:
-    """Rows ``[q_start, q_start + q_count)`` of every sequence attend to ``[k_start, k_start + k_count)``.
+    """Query rows ``q`` of every sequence attend to key rows ``k``.
 
     The rows are those of one rank's buffers, of ``rows`` rows. ``causal``: query row i sees key rows up to i, which
     needs equal counts. ``max_q``, ``max_k``: upper bounds of the counts, for the kernels. A sequence whose queries
@@ -22,10 +32,8 @@ class Section:
     """
 
     rows: int
-    q_starts: tuple[int, ...]
-    q_counts: tuple[int, ...]
-    k_starts: tuple[int, ...]
-    k_counts: tuple[int, ...]
+    q: Ranges
+    k: Ranges
     max_q: int
     max_k: int
     causal: bool
@@ -33,38 +41,28 @@ class Section:
     @classmethod
     def of(cls, rows: int, q: Ranges, k: Ranges, max_q: int, max_k: int, causal: bool = False) -> Section:
         """A section without the sequences that would multiply nothing."""
-        q_counts, k_counts = [], []
-        for q_count, k_count in zip(q[1], k[1], strict=True):
-            used = q_count > 0 and k_count > 0
-            q_counts.append(q_count if used else 0)
-            k_counts.append(k_count if used else 0)
-        return cls(rows, q[0], tuple(q_counts), k[0], tuple(k_counts), max_q, max_k, causal)
+        used = (q.counts > 0) & (k.counts > 0)
+        return cls(rows, Ranges(q.starts, q.counts * used), Ranges(k.starts, k.counts * used), max_q, max_k, causal)
 
     @cached_property
     def empty(self) -> bool:
         """Whether no query sees any key."""
-        return not any(self.q_counts)
+        return not self.q.counts.any()
 
-    @property
-    def work(self) -> int:
-        """Query-key pairs, those that a causal mask hides included."""
-        return sum(q * k for q, k in zip(self.q_counts, self.k_counts, strict=True))
-
-    def q_rows(self) -> torch.Tensor:
-        """int64 indices of the query rows, on the host."""
-        return _rows(self.q_starts, self.q_counts)
-
-    def k_rows(self) -> torch.Tensor:
-        """int64 indices of the key rows, on the host."""
-        return _rows(self.k_starts, self.k_counts)
+    @cached_property
+    def slices(self) -> list[tuple[slice, slice]]:
+        """Query and key rows of every sequence that has any."""
+        every = zip(*(one.tolist() for one in (*self.q, *self.k)), strict=True)
+        return [(slice(q, q + n), slice(k, k + m)) for q, n, k, m in every if n]
 
     def tables(self) -> tuple[torch.Tensor, ...]:
         """int32 ``[sequences + 1]`` on the host, for queries, then for keys: cumulative counts, and first rows."""
-        return (
-            _ints(accumulate(self.q_counts, initial=0)),
-            _ints((*self.q_starts, self.rows)),
-            _ints(accumulate(self.k_counts, initial=0)),
-            _ints((*self.k_starts, self.rows)),
+        ends = torch.tensor([self.rows])
+        zero = torch.zeros(1, dtype=torch.int64)
+        return tuple(
+            torch.cat(pair).to(torch.int32)
+            for one in (self.q, self.k)
+            for pair in ((zero, one.counts.cumsum(0)), (one.starts, ends))
         )
 
 
@@ -84,13 +82,3 @@ class DeviceSection:
     k_offsets: torch.Tensor
     q_rows: torch.Tensor | None
     k_rows: torch.Tensor | None
-
-
-def _ints(values: object) -> torch.Tensor:
-    return torch.tensor(tuple(values), dtype=torch.int32)  # type: ignore[arg-type]
-
-
-def _rows(starts: tuple[int, ...], counts: tuple[int, ...]) -> torch.Tensor:
-    first, number = torch.tensor(starts, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
-    shift = torch.repeat_interleave(first - (torch.cumsum(number, 0) - number), number)
-    return torch.arange(shift.numel()) + shift
