@@ -19,7 +19,7 @@ from ...groups import Group, default_timeout_s
 from . import trace
 from .oplog import MAX_NAMES, OperationLog
 from .progress import Cancelled, Move, ProgressThread, Transfer
-from .transport import MessageSizeError, create_transport
+from .transport import MessageSizeError, PeerLostError, create_transport
 
 _SLICE_S = 0.02  # a waiting rank looks at the others this often
 _DEAD_GRACE_S = 0.25  # what a rank that has ended sent before may still be on its way
@@ -162,22 +162,26 @@ class Engine:
             self._board.check()
 
     def _explain(self, transfer: Transfer, error: BaseException) -> NoReturn:
-        """Raise what lies behind a transfer's error."""
+        """Raise what lies behind a transfer's error, once the others' log and processes show it."""
+        if isinstance(error, Cancelled) and self.failure is not None:
+            self._raise_again()
         deadline = time.monotonic() + _SETTLE_S
         while True:
             self._compare()
-            if time.monotonic() > deadline or not self._log.behind():
+            dead = self._log.dead_ranks()
+            shown = dead if isinstance(error, PeerLostError) else not self._log.behind()
+            if shown or time.monotonic() > deadline:
                 break
             time.sleep(_SLICE_S)
         if isinstance(error, MessageSizeError):
             raise UBRankMismatchError(
                 f"{transfer.label}: rank {self._world(error.peer)} sent {error}. {self._log.describe()}"
             ) from error
-        if isinstance(error, Cancelled) and self.failure is not None:
-            self._raise_again()
-        dead = self._log.dead_ranks()
-        reason = f"the process of rank(s) {dead} has ended" if dead else f"{type(error).__name__}: {error}"
-        self._give_up(transfer, reason)
+        if dead:
+            self._give_up(transfer, f"the process of rank(s) {dead} has ended")
+        if isinstance(error, PeerLostError):
+            self._give_up(transfer, f"the connection to rank {self._world(error.peer)} was lost ({error})")
+        self._give_up(transfer, f"{type(error).__name__}: {error}")
 
     def _give_up(self, transfer: Transfer, reason: str) -> NoReturn:
         me = self.group.members[self.rank]
@@ -190,8 +194,8 @@ class Engine:
         text = f"an earlier operation failed, and the ranks are out of step since: {error}"
         raise (type(error) if isinstance(error, UBDynamicError) else UBStateError)(text) from error
 
-    def _world(self, peer: int | None) -> object:
-        return "?" if peer is None else self.group.members[peer]
+    def _world(self, peer: int) -> int:
+        return self.group.members[peer]
 
 
 class Operation:

@@ -34,26 +34,20 @@ _SPINS = 16  # polls before the first real pause: a message on the same host oft
 _PAUSE_S = 20e-6
 
 
-class MessageSizeError(Exception):
-    """``peer`` (rank in the group) sent another number of bytes than this rank expects."""
+class _PeerError(Exception):
+    """Something about ``peer`` (rank in the group)."""
 
-    def __init__(self, peer: int | None, text: str) -> None:
+    def __init__(self, peer: int, text: str) -> None:
         super().__init__(text)
         self.peer = peer
 
 
-class PeerLostError(Exception):
+class MessageSizeError(_PeerError):
+    """``peer`` sent another number of bytes than this rank expects."""
+
+
+class PeerLostError(_PeerError):
     """The connection to ``peer`` ended."""
-
-    def __init__(self, peer: int | None, text: str) -> None:
-        super().__init__(text)
-        self.peer = peer
-
-
-class Request(Protocol):
-    """One message on its way. ``peer``: rank in the group."""
-
-    peer: int
 
 
 class Transport(Protocol):
@@ -146,7 +140,7 @@ class MPITransport:
             if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
                 text = f"more than the expected {item.expected} bytes"
                 raise MessageSizeError(item.peer, text) from None
-            raise PeerLostError(item.peer, error.Get_error_string()) from error
+            raise PeerLostError(item.peer, " ".join(error.Get_error_string().split())) from error
         if item.expected is not None and (received := status.Get_count(self._mpi.BYTE)) != item.expected:
             raise MessageSizeError(item.peer, f"{received} bytes instead of {item.expected}")
         return True
