@@ -1,172 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every GPU check and measurement of the TE backend in one command, the most important first.
+"""Every GPU check and measurement in one command: what is right side by side, then what takes time alone.
 
-    python benchmarks/run_te_gpu.py --out results --budget 540
+    python benchmarks/run_te_gpu.py --out results --budget 590 --together 330
 
-Each part is a process of its own with its own timeout, ended with all that it started; the next one runs
-whatever became of it. Results are written as soon as a part has them, ``--archive`` keeps one file of all of
-them current.
+Each part is a process of its own with its own timeout, ended with all that it started; the others run whatever
+becomes of it. Results are written as soon as a part has them, ``--archive`` keeps one file of all of them and of
+every log current. A killed client can leave a shared MPS daemon in disorder, so the tests, which end ranks when a
+case fails, have another GPU than the comparison of bits where there is one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
-import os
-import signal
-import subprocess
-import sys
+import re
+import shutil
 import tarfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import _one_gpu
+from _side_by_side import Ended, Part, Runner, shared_daemons
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-MINIMUM_S = 15.0  # a part is not started with less time than this
 
 
-@dataclass(frozen=True)
-class Part:
-    """``command`` without the interpreter; ``result``: the file it writes in the results folder."""
-
-    name: str
-    command: tuple[str, ...]
-    timeout_s: float
-    result: str | None = None
+def _benchmark(name: str, tp: int, timeout_s: float, *more: str, part: str = "", **options: Any) -> Part:
+    """One start of a benchmark program."""
+    command = (f"benchmarks/{name}.py", "--tp", str(tp), "--timeout", "{limit}", *more, "--out", "{out}")
+    return Part(f"{part or name}-tp{tp}", command, timeout_s, **{"result": name, "ranks": tp, **options})
 
 
-def _one_gpu(ranks: int, *program: str) -> tuple[str, ...]:
-    return (
-        "-m",
-        "ub_dynamic.cli.one_gpu",
-        "-n",
-        str(ranks),
-        "--mps",
-        "--timeout",
-        "80",
-        "--",
-        sys.executable,
-        *program,
-    )
+def _older(tp: int) -> Part:
+    name = "te_bits_older"
+    more = ("--lengths", "12", "--overlap", "default", "ring_rs", "dgrad_ring", "--name", name)
+    return _benchmark("te_bits", tp, 150, *more, part=name, result=name, older_te=True)
 
 
-def _benchmark(name: str, timeout_s: float, *arguments: str, result: str | None = None, part: str = "") -> Part:
-    starts = 1 if "--tp" in arguments else 2
-    command = (f"benchmarks/{name}.py", "--timeout", str(timeout_s / starts - 5), *arguments)
-    return Part(part or name.removeprefix("te_"), command, timeout_s, result or name)
+def _pytest(name: str, ranks: int, *files: str, **env: str) -> Part:
+    flags = ("-s", "-v", "--tb=short", "-p", "no:cacheprovider", "--basetemp", "{out}/tmp")
+    # These compare the memory of the whole device, which others use meanwhile; te_reinit and te_set_shape do so alone.
+    leave = ("-k", "not take_no_memory and not again_and_again")
+    settings = tuple({"UB_DYNAMIC_TEST_PATIENCE": "3", **env}.items())
+    return Part(name, ("-m", "pytest", *flags, *leave, *files), 320, ranks=ranks, gpu=1, env=settings)
 
 
 PARTS: tuple[Part, ...] = (
-    Part("smoke", _one_gpu(2, "tests/gpu/smoke.py"), 90),
-    _benchmark("te_bits", 360),
-    _benchmark("te_step", 240),
-    _benchmark("te_set_shape", 140, "--no-mps"),
-    _benchmark("te_stress", 150),
-    _benchmark("te_graphs", 120),
-    _benchmark("te_reinit", 120, "--no-mps"),
-    Part("tests", ("-m", "pytest", "-q", "tests/gpu"), 420),
-    _benchmark("te_memcheck", 300, "--tp", "2"),
+    _benchmark("te_bits", 4, 320),
+    _benchmark("te_bits", 2, 320),
+    _pytest("tests-tp4", 4, "tests/gpu/test_te.py", UB_DYNAMIC_TEST_TP="4"),
+    _pytest("tests-tp2", 2, "tests/gpu/test_te.py", UB_DYNAMIC_TEST_TP="2"),
+    _benchmark("te_stress", 4, 150),
+    _benchmark("te_stress", 2, 120),
+    _benchmark("te_memcheck", 2, 300, gpu=1, mps=False),
+    _benchmark("te_graphs", 4, 90, gpu=1),
+    _benchmark("te_graphs", 2, 90, gpu=1),
+    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels.py"),
+    _benchmark("attnres_gpu", 4, 90, gpu=1),
+    _benchmark("cp_te", 4, 120, gpu=1),
+    _benchmark("cp_te", 2, 100, gpu=1),
+    _older(2),
+    _older(4),
+    _benchmark("cp_hierarchical_gpu", 4, 100, gpu=1, result="cp_hierarchical"),
+    _benchmark("cp_hierarchical_gpu", 2, 100, gpu=1, result="cp_hierarchical"),
+    # times, and memory of the whole device
+    _benchmark("te_step", 2, 200, "--seconds", "{step}", alone=True),
+    _benchmark("te_step", 4, 200, "--seconds", "{step}", alone=True, gpu=1),
+    _benchmark("te_set_shape", 2, 50, "--no-mps", alone=True),
+    _benchmark("te_reinit", 2, 45, "--no-mps", alone=True),
+    _benchmark("te_set_shape", 4, 55, "--no-mps", alone=True, gpu=1),
+    _benchmark("te_reinit", 4, 55, "--no-mps", alone=True, gpu=1),
+    _benchmark("cp_hierarchical_gpu", 4, 70, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True),
     _benchmark(
-        "te_bits", 200, "--tp", "8", "--lengths", "12", "--name", "te_bits_tp8", result="te_bits_tp8", part="bits8"
+        "cp_hierarchical_gpu", 2, 60, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True, gpu=1
     ),
 )
 
 
-def run(part: Part, out: Path, timeout_s: float, log: Path) -> tuple[int, float]:
-    """Exit status (124 at the timeout) and seconds; the output goes to the log and to stdout."""
-    command = [sys.executable, *part.command]
-    if part.result:
-        command += ["--out", str(out)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    begin = time.monotonic()
-    with open(log, "ab", buffering=0) as file:
-        file.write(f"\n===== {part.name}: {' '.join(command)}\n".encode())
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = 124
-        finally:
-            _end(process)
-    return code, time.monotonic() - begin
+class Collector:
+    """Merges the results of all starts of a program, says what is in them, and keeps the archive current."""
 
+    def __init__(self, out: Path, archive: Path | None, older_te: Path | None) -> None:
+        self.out, self.lines, self.failed = out, [], False  # type: tuple[Path, list[str], bool]
+        self._archive, self._older_te, self._archived = archive, older_te, time.monotonic()
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """A launcher that is asked to end takes its ranks and its MPS daemon with it."""
-    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-            if number is signal.SIGTERM:
-                time.sleep(0.2)
-            return
+    def take(self, ended: Ended) -> None:
+        figures = "not run: no time left" if ended.status is None else self._merge(ended.part)
+        status = "-" if ended.status is None else ended.status
+        self.lines.append(f"{ended.part.name:26} {status:>4} {ended.seconds:6.0f} s  {figures}")
+        self.failed |= ended.status != 0
+        print(self.lines[-1], flush=True)
+        if ended.status and ended.log is not None:
+            print(ended.log.read_bytes()[-3000:].decode(errors="replace"), flush=True)
+        self.archive()
 
+    def _merge(self, part: Part) -> str:
+        if part.result is None:
+            return ""
+        written = self._written(part.result)
+        if not written:
+            return ""
+        target = self.out / f"{self._name(part.result)}.json"
+        if len(written) == 1:
+            shutil.copyfile(written[0], target)
+        else:
+            program = importlib.import_module(Path(part.command[0]).stem)
+            _one_gpu.merge(written, program.figures, target)
+        record = json.loads(target.read_text())
+        if record["name"] != target.stem:
+            target.write_text(json.dumps({**record, "name": target.stem}, indent=1) + "\n")
+        return ", ".join(f"{k} {v:.4g}" for k, v in record["figures"].items())
 
-def figures(part: Part, out: Path) -> str:
-    path = out / f"{part.result}.json"
-    if part.result is None or not path.exists():
-        return ""
-    return ", ".join(f"{k} {v:.4g}" for k, v in json.loads(path.read_text())["figures"].items())
+    def _written(self, result: str) -> list[Path]:
+        """The file of each start; where one was run again with nothing beside it, and ended well, that one."""
+        found: dict[str, Path] = {}
+        for path in sorted((self.out / "parts").glob(f"*/{result}.json")):
+            start = path.parent.name.replace("_alone", "")
+            complete = not json.loads(path.read_text())["figures"].get("failed_starts", 0)
+            if start not in found or ("_alone" in path.parent.name and complete):
+                found[start] = path
+        return list(found.values())
 
+    def _name(self, result: str) -> str:
+        """``te_bits_older`` with the version that ran, as in ``te_bits_te211``."""
+        version = re.search(r"(\d+)\.(\d+)", str(self._older_te))
+        if not result.endswith("_older") or version is None:
+            return result
+        return result.replace("_older", f"_te{version[1]}{version[2]}")
 
-def archive(out: Path, target: Path | None) -> None:
-    if target is not None:
-        partial = target.with_name(target.name + ".tmp")
-        with tarfile.open(partial, "w:gz") as tar:
-            tar.add(out, arcname=out.name)
-        partial.replace(target)
+    def now_and_then(self) -> None:
+        if time.monotonic() - self._archived > 20:
+            self.archive()
+
+    def archive(self) -> None:
+        self._archived = time.monotonic()
+        if self._archive is not None:
+            partial = self._archive.with_name(self._archive.name + ".tmp")
+            with tarfile.open(partial, "w:gz") as tar:
+                tar.add(self.out, arcname=self.out.name)
+            partial.replace(self._archive)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of result files and the log")
-    parser.add_argument("--only", nargs="+", choices=names, help="these parts alone, in this order")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of result files and logs")
+    parser.add_argument("--only", nargs="+", choices=names, help="these parts alone")
     parser.add_argument("--skip", nargs="+", choices=names, default=[])
     parser.add_argument("--budget", type=float, default=3600, help="seconds for everything")
+    parser.add_argument("--together", type=float, default=330, help="seconds for the parts that run side by side")
+    parser.add_argument("--step", type=float, default=85, help="seconds for each start of te_step")
+    parser.add_argument("--older-te", type=Path, help="the env.sh of another version, whose path names it")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder, made anew after each part")
     options = parser.parse_args(arguments)
+    end = time.monotonic() + options.budget
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    log = out / "run_te_gpu.log"
-    end = time.monotonic() + options.budget
-    parts = {part.name: part for part in PARTS}
-    summary: list[tuple[str, int | None, float, str]] = []
-    for name in options.only or names:
-        if name in options.skip:
-            continue
-        left = end - time.monotonic()
-        if left < MINIMUM_S:
-            summary.append((name, None, 0.0, "not run: no time left"))
-            continue
-        size = log.stat().st_size if log.exists() else 0
-        code, seconds = run(parts[name], out, min(parts[name].timeout_s, left - 5), log)
-        summary.append((name, code, seconds, figures(parts[name], out)))
-        print(f"{name}: status {code}, {seconds:.0f} s. {summary[-1][3]}", flush=True)
-        if code:
-            _tail(log, size)
-        archive(out, options.archive)
-    print("\nsummary")
-    for name, status, seconds, text in summary:
-        print(f"{name:10} {'-' if status is None else status:>4} {seconds:6.0f} s  {text}")
-    archive(out, options.archive)
-    return int(any(status != 0 for _, status, _, _ in summary))
-
-
-def _tail(log: Path, start: int, size: int = 5000) -> None:
-    text = log.read_bytes()[start:]
-    print(text[-size:].decode(errors="replace"), flush=True)
+    chosen = [part for part in PARTS if part.name in (options.only or names) and part.name not in options.skip]
+    chosen = [part for part in chosen if options.older_te is not None or not part.older_te]
+    collector = Collector(out, options.archive, options.older_te)
+    runner = Runner(out, collector.take, {"{step}": f"{options.step:g}"}, options.older_te)
+    together = [part for part in chosen if not part.alone]
+    daemons = shared_daemons(runner.gpus) if together else contextlib.nullcontext()
+    with daemons:
+        runner.phase(together, min(end, time.monotonic() + options.together), collector.now_and_then)
+    runner.phase([part for part in chosen if part.alone], end - 8, collector.now_and_then)
+    print("\nsummary", *collector.lines, sep="\n")
+    return int(collector.failed)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/te_memcheck.py --tp 2
 
 Each rank runs under a sanitizer of its own, without MPS. ``errors`` counts what the sanitizers report, and a
-start that does not end well counts as one.
+start that does not end well counts as one. A choice of overlaps that TE computes right with FP8 alone runs with FP8.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def on_rank(names: Sequence[str]) -> None:
 
 def _steps(world: World, name: str) -> None:
     import ub_dynamic as ubd
-    from ub_dynamic.testing.te_layers import KINDS, build, random_input, step
+    from ub_dynamic.testing.te_layers import KINDS, build, random_input, recipe_of, step
     from ub_dynamic.testing.te_world import quantization_modes
 
     overlap = OVERLAPS[name]
+    recipe = recipe_of("current" if overlap.fp8_only else "bf16")
     ubd.initialize_ub(
         [CAPACITY, HIDDEN],
         world.size,
-        quantization_modes=quantization_modes(["none"]),
+        quantization_modes=quantization_modes([overlap.mode]),
         ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
         bootstrap_backend="gloo",
         backend="te",
@@ -59,12 +60,21 @@ def _steps(world: World, name: str) -> None:
     kinds = ("te.LayerNormMLP",) if overlap.dgrad_rs else ("te.LayerNormMLP", "te.Linear row", "te.ops column")
     for kind in (KINDS[each] for each in kinds):
         layer = build(kind, overlap, HIDDEN, world)
-        for tokens in (CAPACITY // 2, 4 * world.size, CAPACITY):
+        for tokens in (CAPACITY // 2, (16 if overlap.fp8_only else 4) * world.size, CAPACITY):
             world.barrier()
             ubd.set_ub_active_shape([tokens, HIDDEN])
-            step(layer, random_input(kind, tokens, HIDDEN, world), world)
+            step(layer, random_input(kind, tokens, HIDDEN, world), world, recipe)
     world.barrier()
     ubd.destroy_ub()
+
+
+class _Tee(io.BytesIO):
+    """What the ranks say, kept and passed on at once."""
+
+    def write(self, text: Any) -> int:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        return super().write(text)
 
 
 def check(tp: int, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
@@ -76,19 +86,20 @@ def check(tp: int, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     command += [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--on-rank", *names]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"PYTHONPATH": path, "UB_TIMEOUT": "600", "UB_DYNAMIC_TIMEOUT": "300"}
-    output = io.BytesIO()
+    output = _Tee()
     begin = time.monotonic()
-    outcome = run(command, OneGpu(tp, timeout_s=timeout_s, env=environment), output)
+    try:
+        code = run(command, OneGpu(tp, timeout_s=timeout_s, env=environment), output).returncode
+    except SystemExit as ended:  # by a signal
+        code = int(ended.code or 1)
     text = output.getvalue()
     counts = [int(count) for count in _SUMMARY.findall(text)]
     done = sum(text.count(f"steps done: {name}".encode()) for name in names)
-    complete = outcome.returncode == 0 and done == tp * len(names) and len(counts) >= tp
+    complete = code == 0 and done == tp * len(names) and len(counts) >= tp
     errors = sum(counts) + (0 if complete else 1)
-    if errors:
-        sys.stdout.buffer.write(text[-8000:])
     methods = dict.fromkeys(method for name in names for method in OVERLAPS[name].methods)
     row = {"tp": tp, "methods": ", ".join(methods), "errors": errors, "overlaps": len(names), "overlap_steps": done}
-    return {**row, "status": outcome.returncode, "summaries": len(counts), "seconds": time.monotonic() - begin}
+    return {**row, "status": code, "summaries": len(counts), "seconds": time.monotonic() - begin}
 
 
 def main(options: argparse.Namespace) -> int:

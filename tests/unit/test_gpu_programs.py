@@ -6,9 +6,13 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import random
 import sys
 import tarfile
+import types
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +40,7 @@ def load(name: str) -> ModuleType:
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in ("_one_gpu", "packed", "packed.data"):
+    for name in ("_one_gpu", "_side_by_side", "packed", "packed.data"):
         sys.modules.pop(name, None)
 
 
@@ -84,26 +88,48 @@ class TestComparison:
 
 class TestFigures:
     def test_step(self) -> None:
-        step = {"kind": "step", "active_over_exact": 1.004, "active_over_exact_paired": 1.002}
+        step = {"kind": "step", "active_over_exact": 1.004, "active_over_exact_interval": 0.002}
+        costs = {"guard_cost_fraction": 0.002, "auto_cost_fraction": 0.003}
         rows: list[dict[str, Any]] = [
             {"tp": 2, **step, "active_over_pad_excess": 0.01},
-            {
-                "tp": 2,
-                **step,
-                "active_over_pad_excess": -0.01,
-                "guard_cost_fraction": 0.002,
-                "auto_cost_fraction": 0.003,
-            },
+            {"tp": 2, **step, "active_over_exact": 0.99, "active_over_pad_excess": -0.01, **costs},
             {"tp": 2, "kind": "lengths", "time_over_token_ratio": 1.01},
         ]
         assert load("te_step").figures(rows) == {
             "active_over_exact_max": 1.004,
-            "active_over_exact_paired_max": 1.002,
+            "active_over_exact_interval_max": 0.002,
             "active_over_pad_excess_max": 0.01,
-            "guard_cost_fraction": 0.002,
-            "auto_cost_fraction": 0.003,
+            **costs,
             "lengths_time_over_token_ratio": 1.01,
         }
+
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_every_arm_follows_every_other_equally_often(self, count: int) -> None:
+        orders = load("te_step").rounds_of(count)
+        assert all(sorted(order) == list(range(count)) for order in orders)
+        pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+        assert set(pairs.values()) == {1}
+        assert len(pairs) == count * (count - 1)
+
+    def test_a_ratio_is_a_median_with_an_interval(self) -> None:
+        ratio = load("te_step").ratio
+        generator = random.Random(1)
+        under = [generator.gauss(1, 0.1) for _ in range(400)]
+        over = [1.02 * each * generator.gauss(1, 0.01) for each in under]
+        median, interval = ratio(over, under)
+        assert median == pytest.approx(1.02, abs=0.002)
+        assert interval == pytest.approx(1.02 * 1.96 * 1.25 * 0.01 / 20, rel=0.5)
+        assert ratio([1.0, 3.0], [1.0, 2.0]) == (1.25, 0.25)
+
+    def test_bits(self) -> None:
+        row = {"overlap": "default", "layer": "te.Linear row", "recipe": "current", "cases": 40, "mismatches": 0}
+        against = {"plain_relative_error": 0.13, "stock_relative_error": 0.13}
+        outside = {"plain_outside_te_tolerance": 2, "stock_outside_te_tolerance": 2, "outside_beyond_stock": 0}
+        made = load("te_bits").figures([{**row, **against, **outside, "tensors": 120, "plain_cases": 4}] * 2)
+        assert made["cases"] == 80
+        assert made["outside_beyond_stock"] == 0
+        assert made["stock_outside_te_tolerance"] == 4
+        assert made["stock_relative_error_max_fp8"] == 0.13
 
     def test_real_lengths_fill_the_capacity(self) -> None:
         lengths = load("te_step").real_lengths(24, 4, 16384)
@@ -119,40 +145,79 @@ class TestFigures:
 
 
 class TestDriver:
+    RESULT = (
+        "import json, sys, time; tp = int(sys.argv[1]); "
+        "json.dump({'name': 'te_stress', 'date': str(tp), 'command': f'python te_stress.py --tp {tp} --seed 1', "
+        "'mode': f'one-gpu-{tp}-ranks', 'figures': {'failed_starts': 0}, 'rows': [{'tp': tp, 'operations': 10 * tp, "
+        "'mismatches': tp - 2, 'shape_changes': 5, 'memory_growth_bytes': 0}]}, "
+        "open(sys.argv[2] + '/te_stress.json', 'w'))"
+    )
+
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         driver = load("run_te_gpu")
-        good = "import json, sys; json.dump({'figures': {'cases': 3}}, open(sys.argv[2] + '/good.json', 'w'))"
+        part = driver.Part
         parts = (
-            driver.Part("bad", ("-c", "print('what went wrong'); raise SystemExit(3)"), 30),
-            driver.Part("slow", ("-c", "import time; time.sleep(60)"), 1.0),
-            driver.Part("good", ("-c", good), 30, "good"),
+            part("bad", ("-c", "print('what went wrong'); raise SystemExit(3)"), 60),
+            part("slow", ("-c", "import time; time.sleep(300)"), 8.0, ranks=4),
+            part("te_stress-tp4", ("-c", self.RESULT, "4", "{out}"), 60, "te_stress", ranks=4),
+            part("te_stress-tp2", ("-c", self.RESULT, "2", "{out}"), 60, "te_stress", alone=True),
         )
+        # what the driver imports to merge results goes by the program's name, here "-c"
+        parts = tuple(replace(one, command=("-c", *one.command[1:])) for one in parts)
         monkeypatch.setattr(driver, "PARTS", parts)
+        stress = types.SimpleNamespace(figures=load("te_stress").figures)
+        monkeypatch.setattr(driver.importlib, "import_module", lambda name: stress)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(sys.modules["_side_by_side"].shutil, "which", lambda name: None)
         return driver
 
     def test_a_part_that_fails_or_hangs_does_not_stop_the_others(
         self, driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        archive = tmp_path / "all.tar.gz"
-        out = tmp_path / "out"
-        assert driver.main(["--out", str(out), "--archive", str(archive)]) == 1
+        archive, out = tmp_path / "all.tar.gz", tmp_path / "out"
+        assert driver.main(["--out", str(out), "--archive", str(archive), "--budget", "120"]) == 1
         said = capfd.readouterr().out
         assert "what went wrong" in said
-        assert [line.split()[:2] for line in said.splitlines()[-3:]] == [["bad", "3"], ["slow", "124"], ["good", "0"]]
-        assert said.splitlines()[-1].endswith("cases 3")
-        assert json.loads((out / "good.json").read_text()) == {"figures": {"cases": 3}}
+        summary = {line.split()[0]: line.split()[1] for line in said.partition("summary\n")[2].splitlines()}
+        assert summary == {"bad": "3", "slow": "124", "te_stress-tp4": "0", "te_stress-tp2": "0"}
+        merged = json.loads((out / "te_stress.json").read_text())
+        assert merged["figures"]["operations"] == 20
+        assert merged["figures"]["mismatches"] == 2
+        assert merged["command"] == "python te_stress.py --tp 2 4 --seed 1"
+        assert [row["tp"] for row in merged["rows"]] == [2, 4]
+        assert merged["mode"] == "one-gpu-4-ranks"
         with tarfile.open(archive) as tar:
-            assert {Path(name).name for name in tar.getnames()} == {"out", "good.json", "run_te_gpu.log"}
+            names = {Path(name).name for name in tar.getnames()}
+        assert names >= {"te_stress.json", "bad.log", "slow.log", "te_stress-tp4.log"}
 
     def test_parts_are_chosen_and_a_spent_budget_is_said(
         self, driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        assert driver.main(["--out", str(tmp_path), "--only", "good"]) == 0
+        assert driver.main(["--out", str(tmp_path), "--only", "te_stress-tp4"]) == 0
         assert driver.main(["--out", str(tmp_path), "--budget", "1"]) == 1
-        assert capfd.readouterr().out.count("no time left") == 3
+        # each is said once when it is decided and once in the summary
+        assert capfd.readouterr().out.count("no time left") == 2 * 4
+
+    def test_no_more_side_by_side_than_there_is_room_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        side = load("_side_by_side")
+        monkeypatch.setattr(side.shutil, "which", lambda name: None)
+        write = "import sys, time; print(time.monotonic()); time.sleep(1.0); print(time.monotonic())"
+        parts = [side.Part(f"wide{n}", ("-c", write), 60, ranks=4) for n in range(2)]
+        parts += [side.Part(f"narrow{n}", ("-c", write), 60, ranks=2) for n in range(3)]
+        parts += [side.Part("alone", ("-c", write), 60, alone=True)]
+        ended: list[Any] = []
+        runner = side.Runner(tmp_path, ended.append, {})
+        runner.phase(parts, side.time.monotonic() + 100, lambda: None)
+        assert {one.status for one in ended} == {0}
+        spans = {one.part.name: [float(x) for x in one.log.read_text().splitlines()[1:]] for one in ended}
+        slots = {part.name: part.slots for part in parts}
+        for begin, _ in spans.values():
+            assert sum(slots[name] for name, (one, other) in spans.items() if one <= begin < other) <= side.SLOTS
 
     def test_every_part_is_there(self) -> None:
-        for part in load("run_te_gpu").PARTS:
-            program = next((word for word in part.command if word.endswith(".py")), None)
-            assert program is None or (BENCHMARKS.parent / program).exists()
+        parts = load("run_te_gpu").PARTS
+        assert len({part.name for part in parts}) == len(parts)
+        for part in parts:
+            for word in part.command:
+                assert not word.endswith(".py") or (BENCHMARKS.parent / word).exists()

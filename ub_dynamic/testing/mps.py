@@ -42,11 +42,14 @@ class Keeper:
 
     ``mark`` is the environment that marks the run's processes (:mod:`ub_dynamic.testing.marked`). With
     ``mps`` a private daemon is started, unless one is :func:`running`; ``environment`` is what its clients
-    need; a daemon that does not quit within ``quit_s`` seconds is killed. Raises :class:`UBUnsupportedError`
-    where the daemon is not installed or does not start.
+    need; a daemon that does not quit within ``quit_s`` seconds is killed. ``device``: the UUID of the one GPU
+    that the daemon serves (default: those of ``CUDA_VISIBLE_DEVICES``, as CUDA has them). Raises
+    :class:`UBUnsupportedError` where the daemon is not installed or does not start.
     """
 
-    def __init__(self, mark: Mapping[str, str], mps: bool = False, quit_s: float = 10.0) -> None:
+    def __init__(
+        self, mark: Mapping[str, str], mps: bool = False, quit_s: float = 10.0, device: str | None = None
+    ) -> None:
         mps = mps and not running()
         if mps and shutil.which(CONTROL) is None:
             raise UBUnsupportedError(f"{CONTROL} is not on PATH: it comes with the NVIDIA driver; run without MPS")
@@ -73,19 +76,19 @@ class Keeper:
         )
         if self._folder is not None:
             try:
-                self._start(self._folder)
+                self._start(self._folder, {} if device is None else {"CUDA_VISIBLE_DEVICES": device})
             except BaseException:
                 self.close()
                 raise
 
-    def _start(self, folder: Path) -> None:
+    def _start(self, folder: Path, more: Mapping[str, str]) -> None:
         for name in ("pipe", "log"):
             (folder / name).mkdir()
         # Output to a file: the daemon keeps what it inherits, and a pipe that it held would never end.
         with open(folder / "start.txt", "w+b") as output:
             done = subprocess.run(
                 [CONTROL, "-d"],
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, **more},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -187,7 +187,7 @@ def initialize_dynamic(world: World, sweep: Sweep, **options: Any) -> ubd.Manage
 
 
 def dynamic_pass(world: World, sweep: Sweep, *, auto: bool = False) -> Results:
-    """Every step with one set of buffers at capacity, all of them filled with NaN before each step.
+    """Every step with one set of buffers at capacity, all of them filled with NaN before each T.
 
     With ``auto`` the shape is never set; the operands set it.
     """
@@ -196,10 +196,11 @@ def dynamic_pass(world: World, sweep: Sweep, *, auto: bool = False) -> Results:
         layers = _layers(world, sweep, True)
         found: Results = {}
         for index, tokens in enumerate(sweep.lengths):
+            poison(world)
+            if not auto:
+                ubd.set_ub_active_shape([tokens, sweep.hidden])
             for (recipe, kind), layer in layers.items():
-                poison(world)
-                if not auto:
-                    ubd.set_ub_active_shape([tokens, sweep.hidden])
+                world.barrier()  # nothing keeps a fast rank from overtaking between two all-gathers in a row
                 found[index, recipe, kind] = _step(world, sweep, index, recipe, kind, layer)
         world.barrier()
     finally:
@@ -221,7 +222,7 @@ def exact_pass(
             # TE wants UserBuffers before it makes a layer that overlaps
             layers = _layers(world, sweep, True) if layers is None else layers
             for (recipe, kind), layer in layers.items():
-                world.barrier()  # nothing keeps a fast rank from overtaking between two all-gathers in a row
+                world.barrier()
                 key = index, recipe, kind
                 exact = _step(world, sweep, *key, layer)
                 differences[key] = differing(found[key], exact)
