@@ -98,7 +98,7 @@ def check(tp: int, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     complete = code == 0 and done == tp * len(names) and len(counts) >= tp
     errors = sum(counts) + (0 if complete else 1)
     methods = dict.fromkeys(method for name in names for method in OVERLAPS[name].methods)
-    row = {"tp": tp, "methods": ", ".join(methods), "errors": errors, "overlaps": len(names), "overlap_steps": done}
+    row = {"tp": tp, "methods": "; ".join(methods), "errors": errors, "overlaps": len(names), "overlap_steps": done}
     return {**row, "status": code, "summaries": len(counts), "seconds": time.monotonic() - begin}
 
 
@@ -107,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
     for tp in options.tp:
         rows.append(check(tp, options.overlap, options.timeout))
         print(rows[-1], flush=True)
-        figures = {"errors": sum(row["errors"] for row in rows), "methods": len(rows[0]["methods"].split(", "))}
+        figures = {"errors": sum(row["errors"] for row in rows), "methods": len(rows[0]["methods"].split("; "))}
         write_result("te_memcheck", figures, rows, mode=f"one-gpu-{tp}-ranks", folder=options.out)
     return int(any(row["errors"] for row in rows))
 

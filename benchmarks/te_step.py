@@ -218,6 +218,8 @@ def measure(world: World, options: argparse.Namespace, add: Add) -> None:
     for tokens in (capacity, capacity // 2, capacity // 4):  # TE's fused functions are compiled, for other T too
         steps.block("active", tokens, 1)
     sets.close()
+    gc.collect()
+    gc.freeze()  # the compiler's modules, so that a collection between rounds takes no time
     start = max(world.gather(time.monotonic()))
     seconds = options.seconds - (start - _START) - 4.0
     for fraction in FRACTIONS:
