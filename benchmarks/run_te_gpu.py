@@ -17,16 +17,18 @@ import importlib
 import json
 import re
 import shutil
+import sys
 import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _one_gpu
-from _side_by_side import Ended, Part, Runner, shared_daemons
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # a machine that has a copy of the tree, and nothing installed
+
+import _one_gpu  # noqa: E402
+from _side_by_side import Ended, Part, Runner, shared_daemons  # noqa: E402
 
 
 def _benchmark(name: str, tp: int, timeout_s: float, *more: str, part: str = "", **options: Any) -> Part:

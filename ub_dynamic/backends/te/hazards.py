@@ -94,7 +94,7 @@ def _check_module(module: Any, inp: torch.Tensor, no_ring: frozenset[str]) -> No
 
 def _check_dgrad(layer: str, no_ring: frozenset[str], quantised: bool | None = None) -> None:
     if quantised is None:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         quantised = FP8GlobalStateManager.is_fp8_enabled()
     name = f"{layer}/fp8" if quantised else layer
