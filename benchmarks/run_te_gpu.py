@@ -91,7 +91,10 @@ class Collector:
         self._archive, self._older_te, self._archived = archive, older_te, time.monotonic()
 
     def take(self, ended: Ended) -> None:
-        figures = "not run: no time left" if ended.status is None else self._merge(ended.part)
+        try:
+            figures = "not run: no time left" if ended.status is None else self._merge(ended.part)
+        except Exception as error:  # the other parts go on
+            figures = f"its result cannot be merged: {error!r}"
         status = "-" if ended.status is None else ended.status
         self.lines.append(f"{ended.part.name:26} {status:>4} {ended.seconds:6.0f} s  {figures}")
         self.failed |= ended.status != 0

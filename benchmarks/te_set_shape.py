@@ -79,11 +79,9 @@ def _worst(world: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     default = [row for row in rows if row["check"] == "deferred" and row.get("communicators") == 12]
-    made = {
-        "set_shape_median_us": max(row["median_us"] for row in default),
-        "set_shape_p99_us": max(row["p99_us"] for row in default),
-        "same_shape_median_us": max(row["same_shape_median_us"] for row in default),
-    }
+    keys = {"set_shape_median_us": "median_us", "set_shape_p99_us": "p99_us"}
+    keys["same_shape_median_us"] = "same_shape_median_us"
+    made = {figure: max(row[key] for row in default) for figure, key in keys.items() if default}
     parts = ("host_growth_bytes", "device_growth_bytes", "allocator_growth_bytes")
     if grown := [row for row in default if "calls" in row]:
         made["memory_growth_bytes"] = max(sum(row[part] for part in parts) for row in grown)

@@ -33,9 +33,10 @@ def _check(world: World, overlap: str) -> None:
             expect(world, beyond == 0, f"{where}: {beyond} tensors outside TE's tolerances, TE's own buffers inside")
             if row.stock_outside_te_tolerance:
                 note(world, f"{where}: TE's own overlap has {row.stock_outside_te_tolerance} tensors outside")
-            if row.recipe == "current" and row.layer.startswith("te.ops"):
-                continue
             error = row.plain_relative_error
+            if OVERLAPS[overlap].fp8_only or (row.recipe == "current" and row.layer.startswith("te.ops")):
+                note(world, f"{where}: TE's own overlap is {row.stock_relative_error:.1e} off the layer without")
+                continue
             expect(world, error <= BOUNDS[row.recipe], f"{where}: {error:.1e} from the layer without overlap")
 
 
