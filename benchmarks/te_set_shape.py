@@ -23,12 +23,14 @@ from ub_dynamic.testing.te_memory import (
     resident_bytes,
     time_calls,
 )
+from ub_dynamic.testing.te_world import keep_to_own_processors
 
 HIDDEN, CAPACITY = 4096, 16384
 LENGTHS = (4096, 12288, 2048, 16384, 8192)
 
 
 def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
+    keep_to_own_processors(world)
     for modes in (("none",), ("none", "fp8")):
         for check in ("deferred", "never"):
             manager = initialise(world, [CAPACITY, HIDDEN], modes, check=check)
@@ -48,7 +50,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
             if modes == ("none",) and check == "deferred":
                 row.update(_growth(world, options.calls))
                 add({**row, **_worst(world, row)})
-                # last: a profiler that does not work here must not take the rest with it
+                # after the rest: a profiler that does not work here ends the ranks
                 row = {"check": check, "cuda_calls": len(cuda_calls(world, LENGTHS, HIDDEN))}
                 add({**row, **_worst(world, row)})
             del manager

@@ -46,7 +46,7 @@ import ub_dynamic as ubd  # noqa: E402
 from ub_dynamic.planning import plan_fixed_count  # noqa: E402
 from ub_dynamic.testing.te_layers import KINDS, OVERLAPS, build, random_tensor  # noqa: E402
 from ub_dynamic.testing.te_memory import initialise  # noqa: E402
-from ub_dynamic.testing.te_world import World, quantization_modes  # noqa: E402
+from ub_dynamic.testing.te_world import World, keep_to_own_processors, quantization_modes  # noqa: E402
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)
 SMALLEST = min(FRACTIONS)  # where the costs of guard and auto are asked for, since a step is shortest there
@@ -209,7 +209,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
 
 def measure(world: World, options: argparse.Namespace, add: Add) -> None:
     torch._dynamo.config.suppress_errors = True  # what cannot be compiled here runs as it is, in every arm
-    _keep_to_own_processors(world)
+    keep_to_own_processors(world)
     capacity, hidden = options.capacity, options.hidden
     operands = random_tensor((2, capacity // world.size, hidden), world, 1)
     sets = Sets(world, capacity, hidden, None)  # TE wants UserBuffers before it makes a layer that overlaps
@@ -321,14 +321,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _keep_to_own_processors(world: World) -> None:
-    """Each rank on its share of the processors, with the threads that it starts from now on."""
-    allowed = sorted(os.sched_getaffinity(0))
-    share = len(allowed) // world.size
-    if share:
-        os.sched_setaffinity(0, allowed[world.rank * share : (world.rank + 1) * share])
 
 
 def real_lengths(count: int, tp: int, capacity: int) -> list[int]:
