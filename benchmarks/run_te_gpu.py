@@ -5,8 +5,7 @@
 
 Each part is a process of its own with its own timeout, ended with all that it started; the others run whatever
 becomes of it. Results are written as soon as a part has them, ``--archive`` keeps one file of all of them and of
-every log current. A killed client can leave a shared MPS daemon in disorder, so the tests, which end ranks when a
-case fails, have another GPU than the comparison of bits where there is one.
+every log current.
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ def _older(tp: int) -> Part:
     return _benchmark("te_bits", tp, 150, *more, part=name, result=name, older_te=True)
 
 
-def _pytest(name: str, ranks: int, *files: str, **env: str) -> Part:
+def _pytest(name: str, ranks: int, *files: str, gpu: int = 0, **env: str) -> Part:
     flags = ("-s", "-v", "--tb=short", "-p", "no:cacheprovider", "--basetemp", "{out}/tmp")
-    # These compare the memory of the whole device, which others use meanwhile; te_reinit and te_set_shape do so alone.
-    leave = ("-k", "not take_no_memory and not again_and_again")
+    # Bits and memory have programs of their own here.
+    leave = ("-k", "not bits_ and not take_no_memory and not again_and_again")
     settings = tuple({"UB_DYNAMIC_TEST_PATIENCE": "3", **env}.items())
-    return Part(name, ("-m", "pytest", *flags, *leave, *files), 320, ranks=ranks, gpu=1, env=settings)
+    return Part(name, ("-m", "pytest", *flags, *leave, *files), 320, ranks=ranks, gpu=gpu, env=settings)
 
 
 PARTS: tuple[Part, ...] = (
     _benchmark("te_bits", 4, 320),
-    _benchmark("te_bits", 2, 320),
-    _pytest("tests-tp4", 4, "tests/gpu/test_te.py", UB_DYNAMIC_TEST_TP="4"),
-    _pytest("tests-tp2", 2, "tests/gpu/test_te.py", UB_DYNAMIC_TEST_TP="2"),
+    _benchmark("te_bits", 2, 320, gpu=1),
     _benchmark("te_stress", 4, 150),
-    _benchmark("te_stress", 2, 120),
+    _benchmark("te_stress", 2, 120, gpu=1),
+    _benchmark("attnres_gpu", 4, 90),
     _benchmark("te_memcheck", 2, 300, gpu=1, mps=False),
-    _benchmark("te_graphs", 4, 90, gpu=1),
-    _benchmark("te_graphs", 2, 90, gpu=1),
-    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels.py"),
-    _benchmark("attnres_gpu", 4, 90, gpu=1),
-    _benchmark("cp_te", 4, 120, gpu=1),
+    _pytest("tests-tp4", 4, "tests/gpu/test_te.py", UB_DYNAMIC_TEST_TP="4"),
+    _pytest("tests-tp2", 2, "tests/gpu/test_te.py", gpu=1, UB_DYNAMIC_TEST_TP="2"),
+    _benchmark("cp_te", 4, 120),
     _benchmark("cp_te", 2, 100, gpu=1),
+    _benchmark("te_graphs", 4, 90),
+    _benchmark("te_graphs", 2, 90, gpu=1),
+    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels.py", gpu=1),
     _older(2),
     _older(4),
-    _benchmark("cp_hierarchical_gpu", 4, 100, gpu=1, result="cp_hierarchical"),
+    _benchmark("cp_hierarchical_gpu", 4, 100, result="cp_hierarchical"),
     _benchmark("cp_hierarchical_gpu", 2, 100, gpu=1, result="cp_hierarchical"),
     # times, and memory of the whole device
     _benchmark("te_step", 2, 200, "--seconds", "{step}", alone=True),

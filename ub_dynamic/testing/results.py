@@ -88,10 +88,13 @@ def command_line() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+changes" when tracked files differ from it; "unknown" outside of one."""
+    """The checkout's commit, with "+changes" when tracked files differ from it.
+
+    Outside of a checkout ``UB_DYNAMIC_COMMIT`` says it (a copy of the tree on another machine), else "unknown".
+    """
     head = _git("rev-parse", "HEAD")
     if not head:
-        return "unknown"
+        return os.environ.get("UB_DYNAMIC_COMMIT", "unknown")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return f"{head}+changes" if changed else head
 
