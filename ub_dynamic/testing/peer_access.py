@@ -50,9 +50,7 @@ def peer_access_library(cache: Path | None = None) -> Path:
         command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(built), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
-            raise UBUnsupportedError(
-                f"{' '.join(command)} failed with {done.returncode}: {done.stderr.strip()}"
-            )
+            raise UBUnsupportedError(f"{' '.join(command)} failed with {done.returncode}: {done.stderr.strip()}")
         os.replace(built, library)
     return library
 

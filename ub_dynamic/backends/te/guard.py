@@ -40,6 +40,9 @@ _KINDS = {
 }
 
 
+_CAPTURING = "a CUDA graph is being captured: set the shape before the capture, one graph per shape"
+
+
 @dataclass(frozen=True, eq=False)
 class _Entry:
     name: str
@@ -98,18 +101,17 @@ class Guard:
 
     def busy(self) -> str | None:
         """Why the shape must not change right now, or None."""
-        if self._enqueuing:
-            own = threading.get_ident()
-            for thread, name in tuple(self._enqueuing.items()):
-                if thread != own:
-                    return f"thread {thread} is enqueuing the overlap of {name}"
+        if not (self._enqueuing or self._lent):
+            return _CAPTURING if self._captures.active() else None
+        own = threading.get_ident()
+        for thread, name in tuple(self._enqueuing.items()):
+            if thread != own:
+                return f"thread {thread} is enqueuing the overlap of {name}"
         for name, view in tuple(self._lent.items()):
             if view() is not None:
                 return f"the buffer of {name} is filled and its GEMM was not called yet"
             self._lent.pop(name, None)  # whoever asked for it has given up, by an exception say
-        if self._captures.active():
-            return "a CUDA graph is being captured: set the shape before the capture, one graph per shape"
-        return None
+        return _CAPTURING if self._captures.active() else None
 
     # -- the ways in -----------------------------------------------------------------------------------------
 
