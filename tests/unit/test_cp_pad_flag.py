@@ -206,11 +206,9 @@ def test_boundaries_of_another_number_of_sequences_are_not_the_batch() -> None:
 
 def test_a_batch_is_found_by_its_own_tensors_while_it_lives() -> None:
     batch = PackedBatch.from_lengths([5, 8], cp=2)
-    own = batch.device_metadata("cpu")
-    real, padded = own.cu_seqlens, own.cu_seqlens_padded
-    assert batch_of(real) is None
     with packed(batch):
-        pass
+        own = batch.device_metadata("cpu")
+    real, padded = own.cu_seqlens, own.cu_seqlens_padded
     assert batch_of(real, padded) is batch
     assert batch_of(real.detach(), padded.detach()) is batch
     assert batch_of(real.clone()) is None

@@ -70,6 +70,7 @@ def packed(batch: PackedBatch) -> Iterator[PackedScope]:
         yield PackedScope(batch)
     finally:
         _local.scope = before
+        remember(batch)  # what was put on a device inside the block
 
 
 def current_batch() -> PackedBatch | None:
