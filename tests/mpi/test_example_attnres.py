@@ -11,7 +11,20 @@ import pytest
 from ub_dynamic.testing.launch import run_ranks
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "attnres_pipeline.py"
-TINY = ["--steps", "2", "--microbatches", "4", "--max-document", "96", "--hidden", "32", "--device", "cpu"]
+TINY = [
+    "--steps",
+    "2",
+    "--microbatches",
+    "4",
+    "--max-document",
+    "96",
+    "--hidden",
+    "32",
+    "--sublayers",
+    "8",
+    "--device",
+    "cpu",
+]
 
 pytestmark = pytest.mark.mpi
 
@@ -19,8 +32,8 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "flags", "sent"),
     [
-        (2, ["--vpp", "2"], ("6 (6)", "3 (3)")),
-        (4, ["--vpp", "2", "--tp", "2", "--documents", "4"], ("6 (6)", "3 (3)")),
+        (2, ["--vpp", "2"], ("4 (4)", "2 (2)")),
+        (4, ["--vpp", "2", "--tp", "2", "--documents", "4"], ("4 (4)", "2 (2)")),
     ],
 )
 def test_runs(ranks: int, flags: list[str], sent: tuple[str, str]) -> None:
