@@ -63,7 +63,7 @@ PARTS: tuple[Part, ...] = (
     _benchmark("cp_te", 2, 100, gpu=1),
     _benchmark("te_graphs", 4, 90),
     _benchmark("te_graphs", 2, 90, gpu=1),
-    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels.py", gpu=1),
+    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels_gpu.py", gpu=1),
     _older(2),
     _older(4),
     _benchmark("cp_hierarchical_gpu", 4, 100, result="cp_hierarchical"),
