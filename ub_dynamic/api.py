@@ -48,8 +48,8 @@ def initialize_ub(
     for Transformer Engine's UserBuffers on GPUs, ``"host"`` for CPU communicators, ``"auto"`` takes TE where
     CUDA and TE are, else the host. ``tp_group``: an mpi4py communicator or torch.distributed process group of
     ``tp_size`` ranks; by default contiguous ranks. ``check``, ``guard``, ``auto``: see
-    :class:`~ub_dynamic.manager.Manager`. ``timeout``: seconds that a strict check waits
-    (default: environment variable ``UB_DYNAMIC_TIMEOUT``, or 20).
+    :class:`~ub_dynamic.manager.Manager`. ``timeout``: seconds that a strict check, or the host backend, waits
+    for a rank (default: environment variable ``UB_DYNAMIC_TIMEOUT``, or 20).
 
     Every rank calls it. Raises :class:`UBStateError` if it is initialised already, the :class:`UBShapeError`
     family for a capacity that some communicator could not take, :class:`UBUnsupportedError` with what to
@@ -73,7 +73,7 @@ def initialize_ub(
         else:
             if use_fp8 or quantization_modes or with_cublasmp:
                 raise UBUnsupportedError("the host backend takes float32 and bfloat16; FP8 modes and cuBLASMp need TE")
-            made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board)
+            made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout)
         _manager = Manager(made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout)
     except BaseException:
         if made is not None:
@@ -94,13 +94,19 @@ def choose_backend(backend: BackendName) -> Literal["te", "host"]:
 
 
 def _create_host(
-    capacity: Shape, tp_size: int, dtype: torch.dtype, ub_cfgs: Any, group: Group, board: RankBoard | None
+    capacity: Shape,
+    tp_size: int,
+    dtype: torch.dtype,
+    ub_cfgs: Any,
+    group: Group,
+    board: RankBoard | None,
+    timeout_s: float | None,
 ) -> Backend:
     from .backends.host import create_host_backend
 
     if ub_cfgs is not None and not isinstance(ub_cfgs, Mapping):
         raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
-    return create_host_backend(capacity, tp_size, dtype, ub_cfgs, group, board)
+    return create_host_backend(capacity, tp_size, dtype, ub_cfgs, group, board, timeout_s=timeout_s)
 
 
 def _create_te(*args: Any) -> Backend:

@@ -45,7 +45,7 @@ class RankBoard:
         self._ahead = slots // 4  # a rank may lag this much in comparing, too: half is not enough
         self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         self._stride = _HEADER + slots
-        self._words = memoryview(_shared_file(group, self.size * self._stride * 8)).cast("q")
+        self._words = memoryview(shared_file(group, self.size * self._stride * 8)).cast("q")
         self._own = self.rank * self._stride
         self._others = tuple((rank, rank * self._stride) for rank in range(self.size) if rank != self.rank)
         self._compared = array("q", [0] * self.size)  # per rank: up to which change it was compared with ours
@@ -155,8 +155,11 @@ class RankBoard:
     def final_check(self) -> None:
         """At the end of the group's work: every rank has made the same changes. All ranks call it together.
 
-        Raises :class:`UBRankMismatchError` on every rank if their T or their number of changes differ.
+        Raises :class:`UBRankMismatchError` on every rank if their T or their number of changes differ,
+        :class:`UBTimeoutError` naming a rank that has ended.
         """
+        if dead := self.dead_ranks():
+            raise UBTimeoutError(f"rank(s) {dead} ended before the last comparison of shapes. {self.describe()}")
         counts = self._group.allgather(self.calls, "comparing the number of shape changes")
         self.check()
         if len(set(counts)) > 1:
@@ -180,10 +183,11 @@ class RankBoard:
 
     def dead_ranks(self) -> list[int]:
         """World ranks whose process has ended (same host only, which is all that a board spans)."""
-        return [self.members[rank] for rank, base in self._others if not _alive(self._words[base + 1])]
+        return [self.members[rank] for rank, base in self._others if not is_alive(self._words[base + 1])]
 
 
-def _alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not, and 0 stands for one that has not said who it is."""
     if pid == 0:
         return True  # has not opened the board yet
     try:
@@ -200,7 +204,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _shared_file(group: Group, nbytes: int) -> mmap.mmap:
+def shared_file(group: Group, nbytes: int) -> mmap.mmap:
     """Zeroed memory that all ranks of ``group`` share; its file has no name any more when this returns."""
     hosts = set(group.allgather(socket.gethostname(), "naming the hosts of the rank board"))
     if len(hosts) > 1:

@@ -68,13 +68,8 @@ subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=nowhere, stder
 
 
 @pytest.mark.mpi
-def test_survivors_of_a_killed_rank(tmp_path: Path) -> None:
-    file = program(tmp_path, SURVIVES)
-    alone = run_ranks(file, 2, keep_survivors=True)
-    assert not alone.timed_out
-    assert not alone.leftover
-    assert "survived" in alone.stdout
-    ended = run_ranks(file, 2)
+def test_the_launcher_ends_the_others_when_a_rank_is_killed(tmp_path: Path) -> None:
+    ended = run_ranks(program(tmp_path, SURVIVES), 2)
     assert ended.returncode != 0
     assert "survived" not in ended.stdout
 

@@ -123,6 +123,15 @@ def test_the_final_check_compares_the_number_of_changes() -> None:
     assert all("rank 10: T = 8 (change 1); rank 11: T = 8 (change 2)" in str(result) for result in results)
 
 
+def test_the_final_check_does_not_wait_for_the_dead() -> None:
+    first, second = boards(2)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    second._words[second._own + 1] = child.pid
+    with pytest.raises(UBTimeoutError, match=r"rank\(s\) \[11\] ended before the last comparison"):
+        first.final_check()
+
+
 def test_no_file_is_left_while_the_board_is_open() -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir():

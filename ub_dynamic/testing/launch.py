@@ -69,16 +69,13 @@ def run_ranks(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     launcher: Launcher = "mpirun",
-    keep_survivors: bool = False,
     cwd: str | Path | None = None,
 ) -> RankResult:
     """Run `program` (a .py file or a module name) on n ranks of this Python; wait at most `timeout` seconds.
 
-    `env` is added to this process's environment. With `keep_survivors` the launcher does not end the other
-    ranks when one dies, so that a test can see what they do by themselves; the exit status is then the
-    launcher's own affair (MPICH gives the dead rank's, Open MPI 0).
+    `env` is added to this process's environment.
     """
-    with start_ranks(program, n, args, env=env, launcher=launcher, keep_survivors=keep_survivors, cwd=cwd) as run:
+    with start_ranks(program, n, args, env=env, launcher=launcher, cwd=cwd) as run:
         return run.wait(timeout)
 
 
@@ -89,12 +86,11 @@ def start_ranks(
     *,
     env: Mapping[str, str] | None = None,
     launcher: Launcher = "mpirun",
-    keep_survivors: bool = False,
     cwd: str | Path | None = None,
 ) -> RankRun:
     """As `run_ranks`, but return at once: a context manager whose end ends every process of the run."""
     target = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
-    command = [*launch_command(launcher, n, keep_survivors), *target, *args]
+    command = [*launch_command(launcher, n), *target, *args]
     return RankRun(command, {**launch_env(launcher), **(env or {})}, cwd)
 
 
@@ -164,7 +160,7 @@ class RankRun:
         return alive
 
 
-def launch_command(launcher: Launcher, n: int, keep_survivors: bool = False) -> list[str]:
+def launch_command(launcher: Launcher, n: int) -> list[str]:
     """The words before the program: the launcher, its options, and this Python."""
     if launcher == "torchrun":
         flags = ["--standalone", "--nnodes=1", f"--nproc-per-node={n}", "--no-python"]
@@ -172,10 +168,7 @@ def launch_command(launcher: Launcher, n: int, keep_survivors: bool = False) -> 
     mpirun = find_mpirun()
     if mpirun is None:
         raise RuntimeError(mpi_missing())
-    survive: list[str] = []
-    if keep_survivors:
-        survive = ["--enable-recovery"] if mpi_flavor(mpirun) == "openmpi" else ["-disable-auto-cleanup"]
-    return [mpirun, *survive, "-n", str(n), sys.executable]
+    return [mpirun, "-n", str(n), sys.executable]
 
 
 def launch_env(launcher: Launcher) -> dict[str, str]:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from ...board import _alive, _shared_file
+from ...board import is_alive, shared_file
 from ...errors import UBRankMismatchError
 from ...groups import Group
 
@@ -34,7 +34,7 @@ class OperationLog:
         self.rank, self.size, self.members = group.rank, group.size, group.members
         self._names = tuple(names)
         self._stride = _HEADER + _SLOTS
-        self._words = memoryview(_shared_file(group, self.size * self._stride * 8)).cast("q")
+        self._words = memoryview(shared_file(group, self.size * self._stride * 8)).cast("q")
         self._own = self.rank * self._stride
         self._others = tuple(rank for rank in range(self.size) if rank != self.rank)
         self._number = 0
@@ -87,7 +87,7 @@ class OperationLog:
 
     def dead_ranks(self) -> list[int]:
         """World ranks whose process has ended."""
-        return [self.members[rank] for rank in self._others if not _alive(self._words[rank * self._stride + _PID])]
+        return [self.members[rank] for rank in self._others if not is_alive(self._words[rank * self._stride + _PID])]
 
     def _settle(self, number: int) -> None:
         deadline = time.monotonic() + _SETTLE_S
