@@ -114,8 +114,8 @@ def test_known_volumes(case: Case, plain: int, cached: int) -> None:
             assert set(wire.blocks.values()) == {expected}
 
 
-@ranks
-@pytest.mark.parametrize("vpp", [1, 2, 4])
+@pytest.mark.mpi(2, 4, launcher="torchrun")
+@pytest.mark.parametrize("vpp", [1, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 7])
 def test_any_number_of_microbatches(mpi_size: int, vpp: int, microbatches: int) -> None:
     """Fewer than ranks, and no multiple of them."""
@@ -130,7 +130,7 @@ def test_any_number_of_microbatches(mpi_size: int, vpp: int, microbatches: int) 
         assert largest_difference(gradients(case, transport.rank, chunks, whole)) <= CACHED_TOLERANCE
 
 
-@ranks
+@pytest.mark.mpi(2, 4, launcher="torchrun")
 @pytest.mark.parametrize("vpp", [1, 4])
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
 def test_inference_leaves_nothing(mpi_size: int, vpp: int, cached: bool) -> None:
@@ -152,7 +152,7 @@ def test_inference_leaves_nothing(mpi_size: int, vpp: int, cached: bool) -> None
         assert largest_difference(gradients(case, transport.rank, chunks, whole)) <= CACHED_TOLERANCE
 
 
-@ranks
+@pytest.mark.mpi(2, launcher="torchrun")
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_every_pass_sees_its_own_tokens(mpi_size: int, vpp: int) -> None:
     """Forward, backward and the recomputation inside the backward run in the microbatch's own context."""
@@ -187,7 +187,7 @@ def test_every_pass_sees_its_own_tokens(mpi_size: int, vpp: int) -> None:
         assert Counter(what for what, tokens, _ in seen if tokens == T) == {"forward": 2 * layers, "backward": layers}
 
 
-@pytest.mark.mpi(2, 4, launcher="torchrun")
+@pytest.mark.mpi(4, launcher="torchrun")
 def test_tokens_can_come_with_the_header(mpi_size: int) -> None:
     """Ranks without the batches learn T from the first message of each microbatch."""
     tokens = [5, 2, 9, 1, 9, 3]
@@ -280,7 +280,7 @@ def test_chunks_that_return_views_of_what_came_in(mpi_size: int, cached: bool) -
     transport.close()
 
 
-@ranks
+@pytest.mark.mpi(2, launcher="torchrun")
 def test_frozen_layers_pass_no_gradient(mpi_size: int) -> None:
     """Nothing upstream requires a gradient: deposits are dropped, the trained part gets what it should."""
     case = cases(mpi_size, 2)[0]

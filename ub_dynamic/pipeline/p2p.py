@@ -245,7 +245,9 @@ class PipelineTransport:
             for direction, channel in self._out.items()
             if channel.peer != informed
         ]
-        with contextlib.suppress(TimeoutError):  # nobody listens any more
+        # Stay until they know, or until nobody seems to listen: the wait that ends then cuts the connections, so that
+        # a neighbour that is waiting for something else stops too.
+        with contextlib.suppress(TimeoutError):
             for work in works:
                 work.wait("abort")
 
