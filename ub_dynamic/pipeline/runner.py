@@ -117,6 +117,8 @@ class PipelineRunner:
             self.store.clear()
             self.transport.abort(error)
             raise
+        finally:
+            self._batches = ()
         losses = tuple(self._losses[index] for index in sorted(self._losses))
         report = MemoryReport.of(self.store, self.transport.pool)
         return StepResult(losses, self.transport.traffic, report)
