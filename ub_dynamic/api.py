@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from .backends.names import resolve_specs
 from .backends.protocol import Backend
 from .board import RankBoard
-from .errors import UBStateError, UBUnsupportedError
+from .errors import UBRankMismatchError, UBStateError, UBUnsupportedError
 from .groups import Group, tensor_parallel_group
 from .manager import Check, Manager, Microbatch, ShapeReport
 from .shapes import Shape, parse_shape
@@ -58,21 +59,21 @@ def initialize_ub(
     global _manager, _group
     if _manager is not None:
         raise UBStateError("UserBuffers are already initialised; call destroy_ub first")
-    capacity = parse_shape(shape, "capacity shape")
-    chosen = choose_backend(backend)
-    te = chosen == "te"
+    te = choose_backend(backend) == "te"
+    if not te and (use_fp8 or quantization_modes or with_cublasmp):
+        raise UBUnsupportedError("the host backend takes float32 and bfloat16; FP8 modes and cuBLASMp need TE")
     if te and not torch.distributed.is_initialized():
         raise UBStateError("TE's UserBuffers need torch.distributed: call torch.distributed.init_process_group first")
     group = tensor_parallel_group(tp_size, None if te else tp_group, "gloo" if te else bootstrap_backend)
     made: Backend | None = None
     try:
+        options = {"dtype": dtype, "ub_cfgs": ub_cfgs, "quantization_modes": quantization_modes, "check": check}
+        capacity = _agree(group, shape, tp_size, te, options)
         board = RankBoard(group) if check != "never" and group.size > 1 else None
         if te:
             te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
             made = _create_te(capacity, tp_size, *te_arguments, group, board)
         else:
-            if use_fp8 or quantization_modes or with_cublasmp:
-                raise UBUnsupportedError("the host backend takes float32 and bfloat16; FP8 modes and cuBLASMp need TE")
             made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout)
         _manager = Manager(made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout)
     except BaseException:
@@ -82,6 +83,36 @@ def initialize_ub(
         raise
     _group = group
     return _manager
+
+
+def _agree(group: Group, shape: Any, tp_size: int, te: bool, options: Mapping[str, Any]) -> Shape:
+    """The capacity, after all ranks of the group have found the same arguments to be valid.
+
+    A rank that refuses its own arguments tells the others, which would wait for it otherwise.
+    """
+    refusal: Exception | None = None
+    try:
+        capacity = parse_shape(shape, "capacity shape")
+        if not te and group.size > 1:
+            resolve_specs(capacity, tp_size, options["dtype"], options["ub_cfgs"])
+    except Exception as error:
+        refusal = error
+    facts = {"shape": shape, **options}
+    mine = ", ".join(f"{name} = {value!r}" for name, value in facts.items() if value is not None)
+    told = group.allgather(
+        (mine, None if refusal is None else str(refusal)), "comparing the arguments of initialize_ub"
+    )
+    if refusal is not None:
+        raise refusal
+    ranks = list(zip(group.members, told, strict=True))
+    if refused := [f"rank {rank}: {text}" for rank, (_, text) in ranks if text is not None]:
+        raise UBRankMismatchError(f"initialize_ub was refused on {'; '.join(refused)}")
+    if len({facts for facts, _ in told}) > 1:
+        raise UBRankMismatchError(
+            "the ranks call initialize_ub with different arguments: "
+            + "; ".join(f"rank {rank}: {facts}" for rank, (facts, _) in ranks)
+        )
+    return capacity
 
 
 def choose_backend(backend: BackendName) -> Literal["te", "host"]:

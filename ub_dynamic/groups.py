@@ -116,7 +116,7 @@ class MPIGroup:
                 raise UBTimeoutError(
                     f"rank {self.members[self.rank]} waited {self.timeout_s:g} s for rank {self.members[peer]} "
                     f"in {what}; "
-                    f"UB_DYNAMIC_TIMEOUT sets the wait in seconds"
+                    "UB_DYNAMIC_TIMEOUT sets the wait in seconds (at least 60 for joining and leaving)"
                 )
             time.sleep(_POLL_S)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ class Manager:
 
     def round_up_tokens(self, tokens: int) -> int:
         """The smallest valid T that holds ``tokens``; :class:`UBCapacityError` beyond :meth:`max_tokens`."""
-        return self._rule.round_up(tokens)
+        return self._rule.round_up(parse_shape((tokens, self._hidden), "a token count")[0])
 
     def max_tokens(self) -> int:
         """The largest valid T."""
@@ -124,7 +125,8 @@ class Manager:
     def set_active_shape(self, shape: Iterable[int], names: Iterable[str] | None = None) -> ShapeReport:
         """Make ``shape`` = ``[T, H]`` the active shape of every communicator (or of those named).
 
-        Host only: no device call, no allocation, no synchronisation. The same shape again returns at once.
+        Host only: no device call, no allocation, no synchronisation. The same shape again returns at once,
+        except with ``check="strict"``, which compares every call. T belongs to the process, not to a thread.
 
         Raises :class:`UBShapeError`, :class:`UBCapacityError` or :class:`UBAlignmentError` for a shape that
         some communicator could not take, :class:`UBStateError` during capture or in the middle of an overlap,
@@ -137,7 +139,7 @@ class Manager:
         if names is not None:
             return self._set_named(tokens, names)
         with self._lock:
-            if tokens != self._tokens or self._single:
+            if tokens != self._tokens or self._single or self._strict:
                 self._change(tokens)
         return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped))
 
@@ -184,14 +186,21 @@ class Manager:
 
         A pre-hook on the autograd node keeps the tensor what it is: an identity autograd Function would return
         a view, which Megatron's pipeline schedules refuse to deallocate. Recomputation runs inside that backward
-        and sees the shape too. Tensors without a gradient are left alone.
+        and sees the shape too, and the shape stays until the next change. Tensors without a gradient are left
+        alone. Raises :class:`UBStateError` where ``output`` holds no tensor that could be found.
         """
         checked = self.check_shape(shape)
+        tensors = list(_tensors(output))
+        if not tensors:
+            raise UBStateError(
+                f"bind_backward found no tensor in {type(output).__name__}; pass a tensor, or tensors in a list, "
+                "tuple, dict or dataclass"
+            )
 
         def set_shape(_: object) -> None:
             self.set_active_shape(checked)
 
-        for tensor in _tensors(output):
+        for tensor in tensors:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(set_shape)
         return output
@@ -224,8 +233,8 @@ class Manager:
             else:
                 self._board.exchange(tokens)
         self.backend.apply(tokens)
+        self.shape_changes += tokens != self._tokens
         self._tokens = tokens
-        self.shape_changes += 1
         if self._single:
             self._single = {}
 
@@ -247,7 +256,7 @@ class Manager:
             raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
 
     def _set_named(self, tokens: int, names: Iterable[str]) -> ShapeReport:
-        chosen = tuple(names)
+        chosen = (names,) if isinstance(names, str) else tuple(names)
         for name in chosen:
             check_tokens(self._spec(name), tokens)
         with self._lock:
@@ -303,6 +312,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, dict):
         for value in output.values():
             yield from _tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        yield from _tensors(vars(output))
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from _tensors(value)

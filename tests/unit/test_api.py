@@ -16,7 +16,11 @@ from ub_dynamic import api
 
 class FakeGroup:
     size = 4
+    members = (0, 1, 2, 3)
     closed = 0
+
+    def allgather(self, value: object, what: str) -> list[object]:
+        return [value] * self.size
 
     def close(self) -> None:
         type(self).closed += 1
@@ -76,11 +80,21 @@ def test_a_second_initialisation_is_refused_and_destroy_is_idempotent(backend: F
     assert ub.get_ub_active_shape() == ub.get_ub_capacity_shape() == (128, 64)
 
 
-def test_a_failure_after_the_backend_was_made_destroys_it(backend: FakeBackend) -> None:
-    with pytest.raises(ub.UBAlignmentError, match="T = 126"):
-        ub.initialize_ub([126, 64], 4, backend="host", check="never")
+def test_a_failure_after_the_backend_was_made_destroys_it(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(api, "Manager", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            initialize()
     assert backend.calls == ["destroy"] and not ub.is_ub_initialized()
     initialize()
+
+
+def test_a_capacity_that_no_kernel_takes_is_refused_before_anything_is_made(backend: FakeBackend) -> None:
+    with pytest.raises(ub.UBAlignmentError, match="T = 126"):
+        ub.initialize_ub([126, 64], 4, backend="host", check="never")
+    assert backend.calls == [] and not ub.is_ub_initialized()
 
 
 @pytest.mark.parametrize(

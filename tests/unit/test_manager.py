@@ -52,6 +52,12 @@ class TestSet:
         manager.set_active_shape([torch.tensor(64), torch.tensor(64)])
         assert backend.calls == [64] and type(manager.active[0]) is int
 
+    @pytest.mark.parametrize("tokens", [8.5, True, "8", None, 0, -5])
+    def test_a_token_count_is_a_positive_int(self, tokens: object) -> None:
+        manager, _ = make()
+        with pytest.raises(UBShapeError, match="a token count"):
+            manager.round_up_tokens(tokens)  # type: ignore[arg-type]
+
     def test_limits(self) -> None:
         manager, _ = make()
         assert (manager.token_multiple(), manager.max_tokens()) == (4, 128)
@@ -154,6 +160,11 @@ class Seen(torch.autograd.Function):
         return grad * 2, None, None
 
 
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+
+
 class TestBindBackward:
     def test_each_backward_sees_its_own_shape(self) -> None:
         manager, _ = make()
@@ -179,6 +190,16 @@ class TestBindBackward:
         output = manager.bind_backward({"a": [Seen.apply(x, manager, notes)], "b": (torch.ones(1), None, 3)}, [64, 64])
         output["a"][0].sum().backward()
         assert notes == [64]
+
+    def test_outputs_in_dataclasses_and_outputs_without_a_tensor(self) -> None:
+        manager, _ = make()
+        notes: list[int] = []
+        output = manager.bind_backward(Output(Seen.apply(torch.ones(2, requires_grad=True), manager, notes)), [64, 64])
+        output.logits.sum().backward()
+        assert notes == [64]
+        for nothing in (None, 3, [], iter([torch.ones(1)])):
+            with pytest.raises(UBStateError, match=f"found no tensor in {type(nothing).__name__}"):
+                manager.bind_backward(nothing, [64, 64])
 
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_recomputation_sees_the_shape_of_its_forward(self, reentrant: bool) -> None:
@@ -246,6 +267,8 @@ class TestOneCommunicator:
         manager, backend = make()
         report = manager.set_active_shape([64, 64], names=["fc1_fprop", "fc2_fprop"])
         assert report.updated == ("fc1_fprop", "fc2_fprop")
+        assert manager.set_active_shape([32, 64], names="fc1_fprop").updated == ("fc1_fprop",)
+        backend.calls.pop()
         assert backend.calls == [("fc1_fprop", 64), ("fc2_fprop", 64)]
 
     def test_one_that_stays_at_capacity_says_why(self) -> None:
