@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Report what the ranks say about `item` instead of running it here."""
     mark = rank_mark(item)
     if mark is None or RUN_DIR in os.environ:
@@ -90,6 +90,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in _reports(item, mark):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What an ordinary test of this file has set up here ends with the file, whatever kind its last test is.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
