@@ -248,7 +248,8 @@ class Manager:
             try:
                 check_tokens(spec, tokens)
             except UBShapeError as error:
-                raise type(error)(f"{error} (for all communicators together: {valid})") from None
+                together = "" if valid in str(error) else f" (for all communicators together: {valid})"
+                raise type(error)(f"{error}{together}") from None
         raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
 
     def _refuse_while_busy(self, tokens: int) -> None:

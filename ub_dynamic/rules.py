@@ -90,6 +90,9 @@ def check_spec(spec: CommSpec) -> None:
         raise UBShapeError(
             f"{where}: tp = {spec.tp}, but its kernels exist for tp in {KERNEL_TP_SIZES} only and would launch nothing"
         )
+    for count, setting in ((spec.num_splits, "num_splits"), (spec.num_sm, "num_sm")):
+        if count < 1:
+            raise UBShapeError(f"{where}: {setting} = {count} must be at least 1")
     hidden = spec.capacity[1]
     if spec.method == "pipeline" and hidden % (8 * spec.num_splits):
         raise UBAlignmentError(
@@ -117,9 +120,12 @@ def check_tokens(spec: CommSpec, tokens: int) -> None:
     hidden, tp = spec.capacity[1], spec.tp
     where = f"{spec.name} ({spec.method} {spec.collective})"
     if tokens < 1:
-        raise UBShapeError(f"{where}: T = {tokens} must be positive")
+        raise UBShapeError(f"{where}: T = {tokens} must be positive; {_next_valid(spec, 1)}")
     if tokens > spec.capacity[0]:
-        raise UBCapacityError(f"{where}: T = {tokens} tokens exceed the capacity of {spec.capacity[0]} tokens")
+        raise UBCapacityError(
+            f"{where}: T = {tokens} tokens exceed the capacity of {spec.capacity[0]} tokens; "
+            f"{_next_valid(spec, tokens)}"
+        )
     if tokens % tp:
         raise UBAlignmentError(f"{where}: T = {tokens} is not a multiple of tp = {tp}; {_next_valid(spec, tokens)}")
     limit = _offset_limit(spec)

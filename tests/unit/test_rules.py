@@ -174,6 +174,16 @@ def test_without_communicators_every_token_count_fits() -> None:
             UBAlignmentError,
             ["num_sm = 6", "must be 1"],
         ),
+        (
+            CommSpec("x", "ring_exchange", "ag", (60, 64), 2, torch.bfloat16, use_ce=False, num_sm=0),
+            UBShapeError,
+            ["num_sm = 0", "at least 1"],
+        ),
+        (
+            CommSpec("x", "pipeline", "rs", (64, 64), 2, torch.bfloat16, num_splits=0),
+            UBShapeError,
+            ["num_splits = 0", "at least 1"],
+        ),
     ],
 )
 def test_bad_specs(spec: CommSpec, error: type[UBShapeError], words: list[str]) -> None:
@@ -190,12 +200,12 @@ def test_more_than_one_sm_for_ring_copies_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("method", "collective", "hidden", "tokens", "error", "words"),
     [
-        ("bulk", "ag", 64, 130, UBCapacityError, ["T = 130", "128"]),
+        ("bulk", "ag", 64, 130, UBCapacityError, ["T = 130", "largest valid T is 128"]),
         ("bulk", "ag", 64, 127, UBAlignmentError, ["T = 127", "tp = 4", "next valid T is 128"]),
         ("bulk", "ag", 6, 20, UBAlignmentError, ["30 elements", "multiple of 8", "next valid T is 32"]),
         ("bulk", "rs", 8, 4, UBAlignmentError, ["32 elements", "below 64", "next valid T is 8"]),
         ("ring_exchange", "rs", 8, 4, UBAlignmentError, ["multiple of 32", "next valid T is 16"]),
-        ("bulk", "ag", 64, 0, UBShapeError, ["T = 0", "positive"]),
+        ("bulk", "ag", 64, 0, UBShapeError, ["T = 0", "positive", "next valid T is 4"]),
     ],
 )
 def test_bad_tokens(
