@@ -38,6 +38,13 @@ class Group(SoloGroup):
         return [value, self.answer]
 
 
+class TwinGroup(Group):
+    """The TP group of a rank whose peer does as it does."""
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        return [value, value]
+
+
 class Stock:
     """TE's ``initialize_ub`` as far as it can go without a GPU: it makes the helper and fills the table."""
 
@@ -331,7 +338,7 @@ def test_installed_over_tes_names(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = use(monkeypatch, Stock())
     import ub_dynamic.api as api
 
-    monkeypatch.setattr(api, "tensor_parallel_group", lambda *_: Group())
+    monkeypatch.setattr(api, "tensor_parallel_group", lambda *_: TwinGroup())
     api.install(check="never", guard=False)
     try:
         assert te.initialize_ub is not stock
