@@ -21,11 +21,14 @@ BASE = {"errors"}
 ARITHMETIC = BASE | {"shapes", "rules"}
 RANKS = BASE | {"ranks", "groups", "board"}
 PACKED = ARITHMETIC | {"metadata", "packing_rules", "packing", "planning"}
-BACKEND = ARITHMETIC | RANKS | {"backends.protocol", "backends.names"}
+BACKEND = ARITHMETIC | RANKS | {"overlap", "backends.protocol", "backends.names"}
 ARROWS = {
     "errors": set(),
     "shapes": BASE,
     "rules": ARITHMETIC,
+    "overlap": BASE,
+    "policy": BASE | {"overlap"},
+    "tuning_table": BASE | {"overlap", "policy"},
     "metadata": BASE,
     "packing_rules": BASE,
     "packing": ARITHMETIC | {"metadata", "packing_rules"},
@@ -34,14 +37,15 @@ ARROWS = {
     "groups": RANKS,
     "board": RANKS,
     "backends": set(),
-    "backends.protocol": ARITHMETIC,
-    "backends.names": ARITHMETIC,
+    "backends.protocol": ARITHMETIC | {"overlap"},
+    "backends.names": ARITHMETIC | {"overlap"},
     "backends.host": BACKEND,
     "backends.te": BACKEND | PACKED,
-    "manager": ARITHMETIC | RANKS | {"packing", "backends.protocol"},
+    "manager": ARITHMETIC | RANKS | {"packing", "overlap", "policy", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS,
-    "api": BACKEND | {"manager", "packing", "backends.host", "backends.te"},
+    "api": BACKEND | {"manager", "packing", "policy", "tuning_table", "backends.host", "backends.te"},
+    "bench": None,  # measures everything
     "testing": None,  # tests know everything
     "cli": None,
     "__init__": {"api", "errors", "manager", "packing", "planning"},

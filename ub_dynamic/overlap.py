@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One way to overlap one GEMM with its collective, in the terms of TE's ``ub_cfgs``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from .errors import UBShapeError
+
+OverlapMethod = Literal["none", "bulk", "pipeline", "ring_exchange"]
+METHODS: tuple[OverlapMethod, ...] = ("none", "bulk", "pipeline", "ring_exchange")
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """``method`` and the settings that TE reads each time an overlap is enqueued.
+
+    ``"none"``: a plain collective before or after the GEMM. ``num_sm``: streaming multiprocessors of the
+    communication kernels (bulk, pipeline). ``num_splits``: column blocks of a pipeline. ``aggregate``: a ring
+    all-gather whose chunks travel in pairs. ``first_gemm``: TE's ``pipeline_rs_overlap_first_gemm``. None: as the
+    communicator was configured. Raises :class:`UBShapeError` for a setting that its method does not have.
+    """
+
+    method: OverlapMethod
+    num_sm: int | None = None
+    num_splits: int | None = None
+    aggregate: bool | None = None
+    first_gemm: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UBShapeError(f"unknown overlap method {self.method!r}; methods are {', '.join(METHODS)}")
+        for name, value in self.settings().items():
+            if name not in _SETTINGS[self.method]:
+                known = ", ".join(_SETTINGS[self.method]) or "no settings"
+                raise UBShapeError(f"method {self.method!r} has no setting {name}; it has {known}")
+            wanted = int if name in ("num_sm", "num_splits") else bool
+            if type(value) is not wanted:
+                raise UBShapeError(f"{name} = {value!r} of method {self.method!r} must be {wanted.__name__}")
+            if wanted is int and value < 1:
+                raise UBShapeError(f"{name} = {value} of method {self.method!r} must be at least 1")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are not left as configured."""
+        return {name: value for name, value in asdict(self).items() if name != "method" and value is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """``method`` and the settings, for a file."""
+        return {"method": self.method, **self.settings()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OverlapConfig:
+        """The inverse of :meth:`to_json`; :class:`UBShapeError` for keys that do not exist."""
+        if unknown := set(data) - {field.name for field in fields(cls)}:
+            raise UBShapeError(f"unknown overlap settings {sorted(unknown)}")
+        if "method" not in data:
+            raise UBShapeError(f"an overlap configuration names its method; {dict(data)} does not")
+        return cls(**data)
+
+    def __str__(self) -> str:
+        return " ".join([self.method, *(f"{name}={value}" for name, value in self.settings().items())])
+
+
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "bulk": ("num_sm",),
+    "pipeline": ("num_sm", "num_splits", "first_gemm"),
+    "ring_exchange": ("aggregate",),
+}
