@@ -130,7 +130,9 @@ def test_a_rank_that_ignores_sigterm_is_killed() -> None:
 def test_nothing_outlives_a_launcher_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     seconds = f"63.{int(number)}"
     program = (
-        "import sys; from ub_dynamic.testing.one_gpu import OneGpu, run; "
+        # a shell's background jobs ignore Ctrl-C, and so do their children
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from ub_dynamic.testing.one_gpu import OneGpu, run; "
         f"run(['sh', '-c', 'sleep {seconds}'], OneGpu(2, grace_s=0.5))"
     )
     launcher = subprocess.Popen(

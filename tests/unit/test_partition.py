@@ -82,7 +82,7 @@ def check_against(batch: PackedBatch, partition: Partition, ranks: list[list[tup
     assert torch.equal(gathered[partition.inverse(batch)], packed)
 
 
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(batches(), st.sampled_from([ZIGZAG, CONTIGUOUS]), st.integers(0, 7))
 def test_chunks_against_the_model(batch: PackedBatch, partition: Partition, rank: int) -> None:
     ranks = model(batch, lambda _, position, rows: owner(partition.name, position, rows, batch.cp))
