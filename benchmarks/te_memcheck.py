@@ -45,7 +45,7 @@ def on_rank(names: Sequence[str]) -> None:
 def _steps(world: World, name: str) -> None:
     import ub_dynamic as ubd
     from ub_dynamic.testing.te_layers import KINDS, build, random_input, recipe_of, step
-    from ub_dynamic.testing.te_world import quantization_modes
+    from ub_dynamic.testing.te_world import quantization_modes, ub_cfgs_with_room
 
     overlap = OVERLAPS[name]
     recipe = recipe_of("current" if overlap.fp8_only else "bf16")
@@ -53,7 +53,7 @@ def _steps(world: World, name: str) -> None:
         [CAPACITY, HIDDEN],
         world.size,
         quantization_modes=quantization_modes([overlap.mode]),
-        ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
+        ub_cfgs=ub_cfgs_with_room(world, overlap.ub_cfgs),
         bootstrap_backend="gloo",
         backend="te",
     )

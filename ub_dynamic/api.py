@@ -12,15 +12,17 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .backends.names import resolve_specs
-from .backends.protocol import Backend
+from .backends.protocol import Alternatives, Backend
 from .board import RankBoard
 from .errors import UBRankMismatchError, UBStateError, UBUnsupportedError
 from .groups import Group, tensor_parallel_group
 from .manager import Check, Manager, Microbatch, ShapeReport
+from .policy import ChooseOverlap, Policy
 from .shapes import Shape, parse_shape
 
 Output = TypeVar("Output")
 BackendName = Literal["auto", "te", "host"]
+PolicyArgument = Policy | ChooseOverlap | str | None
 
 _manager: Manager | None = None
 _group: Group | None = None
@@ -42,6 +44,7 @@ def initialize_ub(
     guard: bool = True,
     auto: bool = False,
     timeout: float | None = None,
+    policy: PolicyArgument = None,
 ) -> Manager:
     """Register the communicators of tensor-parallel overlap once, at capacity ``shape`` = ``[T_cap, H]``.
 
@@ -69,13 +72,17 @@ def initialize_ub(
     try:
         options = {"dtype": dtype, "ub_cfgs": ub_cfgs, "quantization_modes": quantization_modes, "check": check}
         capacity = _agree(group, shape, tp_size, te, options)
+        chosen = policy if isinstance(policy, Policy) else None
+        alternatives = None if chosen is None else chosen.configurations()
         board = RankBoard(group) if check != "never" and group.size > 1 else None
         if te:
             te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
-            made = _create_te(capacity, tp_size, *te_arguments, group, board)
+            made = _create_te(capacity, tp_size, *te_arguments, group, board, alternatives=alternatives)
         else:
-            made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout)
-        _manager = Manager(made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout)
+            made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout, alternatives)
+        _manager = Manager(
+            made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout, policy=chosen
+        )
     except BaseException:
         if made is not None:
             made.destroy()
@@ -132,18 +139,19 @@ def _create_host(
     group: Group,
     board: RankBoard | None,
     timeout_s: float | None,
+    alternatives: Alternatives | None,
 ) -> Backend:
     from .backends.host import create_host_backend
 
     if ub_cfgs is not None and not isinstance(ub_cfgs, Mapping):
         raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
-    return create_host_backend(capacity, tp_size, dtype, ub_cfgs, group, board, timeout_s=timeout_s)
+    return create_host_backend(capacity, tp_size, dtype, ub_cfgs, group, board, timeout_s, alternatives)
 
 
-def _create_te(*args: Any) -> Backend:
+def _create_te(*args: Any, **options: Any) -> Backend:
     from .backends.te import create_te_backend
 
-    return create_te_backend(*args)
+    return create_te_backend(*args, **options)
 
 
 def install(*, check: Check = "deferred", guard: bool = True, auto: bool = False) -> None:

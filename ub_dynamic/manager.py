@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ import torch
 from .backends.protocol import Backend
 from .board import RankBoard
 from .errors import UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
+from .policy import Choice, Policy
 from .rules import TokenRule, check_tokens, combine, token_rule
 from .shapes import Shape, parse_shape
 
@@ -22,12 +23,19 @@ Check = Literal["deferred", "strict", "never"]
 Output = TypeVar("Output")
 
 
+_NOTHING_CHOSEN: Mapping[str, Choice] = MappingProxyType({})
+
+
 class ShapeReport(NamedTuple):
-    """What a call did: the active shape, the communicators that follow it, and the others with the reason."""
+    """What a call did: the active shape, the communicators that follow it, and the others with the reason.
+
+    ``overlap``: how each GEMM that the policy names is overlapped at this T, and why; empty without a policy.
+    """
 
     shape: Shape
     updated: tuple[str, ...]
     skipped: MappingProxyType[str, str]
+    overlap: Mapping[str, Choice] = _NOTHING_CHOSEN
 
 
 class Microbatch:
@@ -49,7 +57,8 @@ class Manager:
     ``capacity``: ``(T_cap, H)``, registered once. ``check``: how TP ranks are compared, ``"deferred"``
     (never waits), ``"strict"`` (waits for every rank at each change) or ``"never"``. ``guard``: an operand
     whose rows differ from the active shape raises before it is enqueued. ``auto``: such an operand sets the
-    active shape instead, so that no call is needed at all.
+    active shape instead, so that no call is needed at all. ``policy``: which overlap each GEMM uses at which T;
+    without one they stay as the backend was configured.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class Manager:
         guard: bool = True,
         auto: bool = False,
         timeout_s: float | None = None,
+        policy: Policy | None = None,
     ) -> None:
         if check not in ("deferred", "strict", "never"):
             raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
@@ -84,6 +94,12 @@ class Manager:
         self._lock = threading.RLock()
         self._updated = tuple(backend.specs)
         self._skipped = MappingProxyType(dict(backend.skipped))
+        self.policy = policy
+        self._stage = -1
+        self._overlap = _NOTHING_CHOSEN
+        self._plans = () if policy is None else tuple(self._plan(stage) for stage in policy.stages)
+        if policy is not None:
+            self._switch(policy, policy.stage(self._tokens))
         if guard or auto:
             backend.connect(self._on_operand)
 
@@ -141,7 +157,7 @@ class Manager:
         with self._lock:
             if tokens != self._tokens or self._single or self._strict:
                 self._change(tokens)
-        return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped))
+        return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped, self._overlap))
 
     def reset_active_shape(self) -> ShapeReport:
         """Back to capacity."""
@@ -232,11 +248,20 @@ class Manager:
                 self._board.wait_for_all(self._timeout_s)
             else:
                 self._board.exchange(tokens)
+        if self.policy is not None and (stage := self.policy.stage(tokens)) != self._stage:
+            self._switch(self.policy, stage)
         self.backend.apply(tokens)
         self.shape_changes += tokens != self._tokens
         self._tokens = tokens
         if self._single:
             self._single = {}
+
+    def _plan(self, stage: Mapping[str, Choice]) -> Any:
+        return self.backend.plan({gemm: choice.config for gemm, choice in stage.items()})
+
+    def _switch(self, policy: Policy, stage: int) -> None:
+        self.backend.switch(self._plans[stage])
+        self._stage, self._overlap = stage, policy.stages[stage]
 
     def _refuse(self, tokens: int) -> None:
         """Raise the error that fits: that of the first communicator that cannot take T."""
@@ -265,7 +290,7 @@ class Manager:
             for name in chosen:
                 self.backend.apply_one(name, tokens)
                 self._single[name] = tokens
-        return ShapeReport((tokens, self._hidden), chosen, self._skipped)
+        return ShapeReport((tokens, self._hidden), chosen, self._skipped, self._overlap)
 
     def _spec(self, name: str) -> Any:
         if name in self._skipped:

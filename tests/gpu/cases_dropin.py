@@ -21,7 +21,13 @@ from ub_dynamic.testing.te_layers import (
     recipe_of,
     transformer_layer,
 )
-from ub_dynamic.testing.te_world import World, communicators, quantization_modes, stock_userbuffers
+from ub_dynamic.testing.te_world import (
+    World,
+    communicators,
+    quantization_modes,
+    stock_userbuffers,
+    ub_cfgs_with_room,
+)
 
 # Transformer Engine's tests/pytorch/distributed/run_layer_with_overlap.py
 SEQUENCE, BATCH, HEADS, HEAD_DIM = 1024, 2, 32, 48
@@ -170,7 +176,7 @@ def _installed(world: World, overlap: Overlap, mode: str, run: Callable[[], None
             world.size,
             quantization_modes=quantization_modes([mode]),
             dtype=torch.bfloat16,
-            ub_cfgs=None if overlap.ub_cfgs is None else {k: dict(v) for k, v in overlap.ub_cfgs.items()},
+            ub_cfgs=ub_cfgs_with_room(world, overlap.ub_cfgs),
             bootstrap_backend="gloo",
         )
         run()

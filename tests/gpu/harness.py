@@ -29,7 +29,7 @@ import torch
 import ub_dynamic as ubd
 from ub_dynamic.testing.mps import CONTROL
 from ub_dynamic.testing.te_layers import OVERLAPS, Overlap
-from ub_dynamic.testing.te_world import World, quantization_modes, te_world
+from ub_dynamic.testing.te_world import World, quantization_modes, te_world, ub_cfgs_with_room
 
 MODULES = ("cases_bits", "cases_guard", "cases_input", "cases_schedule", "cases_life", "cases_dropin")
 STARTS = 6  # so many starts for one number of ranks, then the rest is not run
@@ -121,7 +121,7 @@ def userbuffers(
         world.size,
         quantization_modes=quantization_modes(modes),
         dtype=options.pop("dtype", torch.bfloat16),
-        ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
+        ub_cfgs=ub_cfgs_with_room(world, overlap.ub_cfgs),
         bootstrap_backend="gloo",
         backend="te",
         **options,

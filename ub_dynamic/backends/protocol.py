@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..overlap import OverlapConfig
 from ..shapes import CommSpec
+
+Alternatives = Mapping[str, tuple[OverlapConfig, ...]]
+"""Per GEMM (TE's communicator name), every configuration that some stage of a policy may ask for."""
 
 OnOperand = Callable[[str, int], None]
 """Called with ``(communicator name, tokens of the operand)`` before anything is copied or enqueued.
@@ -16,19 +20,34 @@ It raises to refuse the operand."""
 class Backend(Protocol):
     """The communicators of one process.
 
-    ``specs``: those that follow the active shape, by name. ``skipped``: the others, with the reason why
-    they stay at capacity. The manager validates before it calls ``apply`` or ``apply_one``.
+    ``specs``: those that follow the active shape, by name; alternatives of another method than the configured one
+    are named ``"fc2_fprop (pipeline)"``. ``skipped``: the others, with the reason why they stay at capacity.
+    ``notes``: what a policy cannot do here, by GEMM or setting. The manager validates before it calls ``apply`` or
+    ``apply_one``.
     """
 
     name: str
     specs: Mapping[str, CommSpec]
     skipped: Mapping[str, str]
+    notes: Mapping[str, str]
 
     def apply(self, tokens: int) -> None:
         """Give every communicator of ``specs`` the active shape ``[tokens, H]``: host only, no device call."""
 
     def apply_one(self, name: str, tokens: int) -> None:
         """The same for one communicator."""
+
+    def plan(self, choices: Mapping[str, OverlapConfig]) -> Any:
+        """What :meth:`switch` needs to let each GEMM use its configuration, validated and computed once.
+
+        Raises :class:`UBUnsupportedError` or :class:`UBShapeError` with the reason; nothing is changed.
+        """
+
+    def switch(self, plan: Any) -> None:
+        """Let every GEMM of ``plan`` use its choice, and the others their configuration.
+
+        Host only, no allocation; it cannot fail. The active shape stays.
+        """
 
     def busy(self) -> str | None:
         """Why the shape must not change right now (capture, a filled buffer, an overlap being enqueued), or None."""

@@ -32,7 +32,7 @@ from .te_layers import (
     relative_error,
     step,
 )
-from .te_world import World, poison, quantization_modes, stock_userbuffers
+from .te_world import World, poison, quantization_modes, stock_userbuffers, ub_cfgs_with_room
 
 Results = dict[tuple[int, str, str], dict[str, torch.Tensor]]
 
@@ -179,7 +179,7 @@ def initialize_dynamic(world: World, sweep: Sweep, **options: Any) -> ubd.Manage
         world.size,
         quantization_modes=quantization_modes([sweep.mode]),
         dtype=torch.bfloat16,
-        ub_cfgs=None if overlap.ub_cfgs is None else dict(overlap.ub_cfgs),
+        ub_cfgs=ub_cfgs_with_room(world, overlap.ub_cfgs),
         bootstrap_backend="gloo",
         backend="te",
         **options,

@@ -17,7 +17,7 @@ import ub_dynamic as ubd
 
 from .stress import Operation, random_operations
 from .te_layers import KINDS, Overlap, collect, fill_parameters, random_tensor
-from .te_world import World, quantization_modes, stock_userbuffers
+from .te_world import World, quantization_modes, stock_userbuffers, ub_cfgs_with_room
 
 HIDDEN = 512
 _RING = {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False}
@@ -72,7 +72,7 @@ def _dynamic(world: World, operations: list[Operation]) -> tuple[dict[int, Tenso
         world.size,
         quantization_modes=quantization_modes(["none"]),
         dtype=torch.bfloat16,
-        ub_cfgs={name: dict(cfg) for name, cfg in CFGS.items()},
+        ub_cfgs=ub_cfgs_with_room(world, CFGS),
         bootstrap_backend="gloo",
         backend="te",
     )

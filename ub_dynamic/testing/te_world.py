@@ -17,8 +17,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ..backends.names import DGRAD_REDUCE_SCATTER, LAYERS
 from .one_gpu import device
 
+_FEW_SM = 4  # of 132 on an H200; TE's default is 16
 POISON = 0xFF  # every byte: NaN in bfloat16, E4M3 and E5M2
 # TE's fused attention has a backward that is not deterministic; two runs then differ without any
 # communication.
@@ -93,6 +95,26 @@ def quantization_modes(names: Sequence[str]) -> list[Any]:
     return [getattr(te.UserBufferQuantizationMode, name.upper()) for name in names]
 
 
+def ub_cfgs_with_room(
+    world: World, ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, dict[str, Any]] | None:
+    """TE's ``ub_cfgs``, with fewer streaming multiprocessors a communication kernel where more than two ranks share
+    a GPU.
+
+    TE's kernels wait for each other while they hold 16 to 32 of them a rank. Four ranks on one GPU leave a GEMM none
+    that is free for long, and after ``UB_TIMEOUT`` a wait ends and the results are wrong.
+    """
+    cfgs = None if ub_cfgs is None else {name: dict(cfg) for name, cfg in ub_cfgs.items()}
+    if world.size <= 2 * torch.cuda.device_count():
+        return cfgs
+    cfgs = cfgs or {}
+    absent = {DGRAD_REDUCE_SCATTER.get(name) for name, cfg in cfgs.items() if cfg.get("method", "bulk") != "bulk"}
+    for name, (method, _) in LAYERS.items():
+        if name not in absent and cfgs.get(name, {}).get("method", method) in ("bulk", "pipeline"):
+            cfgs[name] = {"num_sm": _FEW_SM, **cfgs.get(name, {})}
+    return cfgs
+
+
 @contextlib.contextmanager
 def stock_userbuffers(
     world: World,
@@ -101,21 +123,21 @@ def stock_userbuffers(
     ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[None]:
     """TE's own UserBuffers, made for exactly ``shape`` by TE's own function: the reference of every
-    comparison.
+    comparison. ``ub_cfgs`` pass through :func:`ub_cfgs_with_room`.
 
     TE makes a new group of the whole world each time and never ends it; it is given the control group
     instead, so that hundreds of shapes can be tried in one process.
     """
     import transformer_engine.pytorch.module.base as base
 
-    cfgs = None if ub_cfgs is None else [dict(ub_cfgs)] * len(modes)
+    cfgs = ub_cfgs_with_room(world, ub_cfgs)
     with mock.patch.object(dist, "new_group", return_value=world.control):
         base.initialize_ub(
             list(shape),
             world.size,
             quantization_modes=quantization_modes(modes),
             dtype=torch.bfloat16,
-            ub_cfgs=cfgs,
+            ub_cfgs=None if cfgs is None else [cfgs] * len(modes),
             bootstrap_backend="gloo",
         )
     try:

@@ -13,7 +13,7 @@ from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group
 from ...shapes import Collective, CommSpec, Method, Shape
 from ..names import resolve_specs
-from ..protocol import OnOperand
+from ..protocol import Alternatives, OnOperand
 from .bulk import BulkAllGather, BulkReduceScatter
 from .communicator import Communicator
 from .engine import Engine
@@ -48,6 +48,7 @@ class HostBackend:
         group: Group,
         board: RankBoard | None = None,
         timeout_s: float | None = None,
+        alternatives: Alternatives | None = None,
     ) -> None:
         every = {spec.name: spec for spec in specs} if group.size > 1 else {}
         self.specs: Mapping[str, CommSpec] = {name: spec for name, spec in every.items() if spec.method != "external"}
@@ -145,6 +146,7 @@ def create_host_backend(
     group: Group,
     board: RankBoard | None = None,
     timeout_s: float | None = None,
+    alternatives: Alternatives | None = None,
 ) -> HostBackend:
     """The process-wide backend with TE's communicators at capacity ``shape`` = ``(T_cap, H)``. Collective.
 
@@ -157,7 +159,7 @@ def create_host_backend(
     if dtype not in DTYPES:
         raise UBUnsupportedError(f"the host backend takes float32 and bfloat16, not {dtype}")
     specs = resolve_specs(shape, tp, dtype, ub_cfgs) if tp > 1 else ()
-    _current = HostBackend(specs, group, board, timeout_s)
+    _current = HostBackend(specs, group, board, timeout_s, alternatives)
     return _current
 
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .backend import TEBackend
 
 
-def create_te_backend(*args: Any) -> TEBackend:
+def create_te_backend(*args: Any, **options: Any) -> TEBackend:
     """See :func:`ub_dynamic.backends.te.initialize.create_te_backend`; imports Transformer Engine."""
     from .initialize import create_te_backend as create
 
-    return create(*args)
+    return create(*args, **options)

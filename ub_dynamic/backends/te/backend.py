@@ -12,6 +12,7 @@ import torch
 
 from ...errors import UBUnsupportedError
 from ...groups import Group
+from ...overlap import OverlapConfig
 from ...shapes import CommSpec, Shape
 from ..protocol import OnOperand
 from .communicators import Communicator
@@ -47,6 +48,7 @@ class TEBackend:
         self.skipped: Mapping[str, str] = MappingProxyType(
             {comm.name: comm.skipped for comm in communicators if comm.skipped is not None}
         )
+        self.notes: Mapping[str, str] = MappingProxyType({})
         self._nvtx = os.environ.get("NVTE_NVTX_ENABLED", "0") == "1"  # TE's own switch
         self._group = group
         self._bootstrap = bootstrap
@@ -79,6 +81,13 @@ class TEBackend:
 
     def apply_one(self, name: str, tokens: int) -> None:
         self._registry.apply_one(self._index[name], tokens)
+
+    def plan(self, choices: Mapping[str, OverlapConfig]) -> None:
+        if choices:
+            raise UBUnsupportedError("the TE backend cannot choose by T yet: leave policy out")
+
+    def switch(self, plan: None) -> None:
+        return
 
     def busy(self) -> str | None:
         return self.guard.busy()

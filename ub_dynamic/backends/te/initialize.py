@@ -21,6 +21,7 @@ from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group, default_timeout_s
 from ...shapes import Shape
 from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
+from ..protocol import Alternatives
 from . import hazards
 from . import native as native_file
 from .backend import TEBackend
@@ -46,6 +47,7 @@ def create_te_backend(
     with_cublasmp: bool,
     group: Group,
     board: RankBoard | None = None,
+    alternatives: Alternatives | None = None,
 ) -> TEBackend:
     """The arguments are those of TE's ``initialize_ub``; ``group`` is the TP group on the host, ``board``
     its rank board, whose fast path becomes native.
@@ -57,6 +59,8 @@ def create_te_backend(
     Raises :class:`UBStateError` if TE is initialised already, the :class:`UBShapeError` family,
     :class:`UBUnsupportedError`, and what TE raises; TE can be initialised again afterwards.
     """
+    if alternatives:
+        raise UBUnsupportedError("the TE backend cannot choose by T yet: leave policy out")
     base = _import_te()
     if vars(base)["_ub_communicators"] is not None:
         raise UBStateError("TE's UserBuffers are already initialised, not by this package: call te.destroy_ub")
