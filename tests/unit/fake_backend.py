@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from ub_dynamic.backends.names import resolve_specs
+from ub_dynamic.backends.names import overlap_specs, resolve_specs
 from ub_dynamic.backends.protocol import OnOperand
+from ub_dynamic.overlap import OverlapConfig
 
 
 class FakeBackend:
@@ -18,6 +21,7 @@ class FakeBackend:
         self.skipped = {
             spec.name: "external communicators have no chunks" for spec in made if spec.method == "external"
         }
+        self.notes: dict[str, str] = {}
         self.calls: list[object] = []
         self.why_busy: str | None = None
         self.on_operand: OnOperand | None = None
@@ -28,6 +32,14 @@ class FakeBackend:
 
     def apply_one(self, name: str, tokens: int) -> None:
         self.calls.append((name, tokens))
+
+    def plan(self, choices: Mapping[str, OverlapConfig]) -> object:
+        for gemm, config in choices.items():
+            overlap_specs(self.specs, gemm, config)
+        return dict(choices)
+
+    def switch(self, plan: object) -> None:
+        self.calls.append(plan)
 
     def busy(self) -> str | None:
         return self.why_busy

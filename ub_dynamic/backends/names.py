@@ -6,12 +6,14 @@ Source: ``initialize_ub`` in Transformer Engine's ``pytorch/module/base.py`` (2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import UBShapeError
+from ..errors import UBShapeError, UBUnsupportedError
+from ..overlap import OverlapConfig, OverlapMethod
 from ..rules import check_spec, check_tokens
 from ..shapes import METHODS, Collective, CommSpec, Method, Shape
 
@@ -32,6 +34,18 @@ LAYERS: Mapping[str, tuple[Method, Collective]] = {
 }
 # dgrad with a method other than bulk reduce-scatters dgrad itself; its wgrad communicator then does not exist
 DGRAD_REDUCE_SCATTER = {"qkv_dgrad": "qkv_wgrad", "fc1_dgrad": "fc1_wgrad"}
+# GEMM -> the methods that TE's modules have for it: what a policy chooses from. The wgrad of a column-parallel layer
+# follows its dgrad: bulk with bulk, else none.
+GEMM_METHODS: Mapping[str, tuple[OverlapMethod, ...]] = {
+    "qkv_fprop": ("none", "ring_exchange"),
+    "qkv_dgrad": ("none", "bulk", "ring_exchange", "pipeline"),
+    "proj_fprop": ("none", "pipeline", "ring_exchange"),
+    "proj_dgrad": ("none", "ring_exchange"),
+    "fc1_fprop": ("none", "ring_exchange"),
+    "fc1_dgrad": ("none", "bulk", "ring_exchange", "pipeline"),
+    "fc2_fprop": ("none", "pipeline", "ring_exchange"),
+    "fc2_dgrad": ("none", "ring_exchange"),
+}
 # these hold a quantised all-gather in FP8 modes; the others stay in the high-precision dtype
 FP8_BUFFERS = frozenset(
     {"qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad"}
@@ -95,3 +109,59 @@ def _spec(name: str, shape: Shape, tp: int, dtype: torch.dtype, cfg: Mapping[str
         use_ce=bool(cfg.get("use_ce", True)),
         aggregate=bool(cfg.get("aggregate", False)),
     )
+
+
+def overlap_specs(configured: Mapping[str, CommSpec], gemm: str, config: OverlapConfig) -> dict[str, CommSpec | None]:
+    """What stands under the names of ``gemm`` while it uses ``config``: a communicator, or None for none.
+
+    The names are ``gemm`` and, for a dgrad of a column-parallel layer, the wgrad that follows it. A communicator of
+    another method than the configured one is named ``"fc2_fprop (pipeline)"``, with TE's default settings where
+    ``config`` has none. Raises :class:`UBUnsupportedError` for a GEMM or method that TE's modules do not have, and what
+    :func:`~ub_dynamic.rules.check_spec` refuses.
+    """
+    if gemm not in GEMM_METHODS or gemm not in configured:
+        known = ", ".join(name for name in GEMM_METHODS if name in configured)
+        raise UBUnsupportedError(f"a policy names the unknown GEMM {gemm!r}; known are {known}")
+    if config.method not in GEMM_METHODS[gemm]:
+        raise UBUnsupportedError(f"{gemm} has no method {config.method!r}; it has {', '.join(GEMM_METHODS[gemm])}")
+    base = configured[gemm]
+    specs = {gemm: None if config.method == "none" else _alternative(base, base, config)}
+    if wgrad := DGRAD_REDUCE_SCATTER.get(gemm):
+        like = configured.get(wgrad) or replace(base, name=wgrad, method="ring_exchange")
+        specs[wgrad] = _alternative(like, base, config) if config.method == "bulk" else None
+    return specs
+
+
+def _alternative(like: CommSpec, base: CommSpec, config: OverlapConfig) -> CommSpec:
+    settings = {name: value for name, value in config.settings().items() if name != "first_gemm"}
+    if like.method == config.method:
+        spec = replace(like, **settings)
+    else:
+        fresh = _spec(like.name, base.capacity, base.tp, base.dtype, {"method": config.method, **settings})
+        spec = replace(fresh, name=f"{like.name} ({config.method})")
+    if spec.aggregate and spec.collective == "rs":
+        raise UBUnsupportedError(f"{like.name}: aggregate is a setting of ring all-gathers, not of reduce-scatters")
+    check_spec(spec)
+    return spec
+
+
+def registered_specs(
+    configured: Iterable[CommSpec], alternatives: Mapping[str, Iterable[OverlapConfig]]
+) -> tuple[CommSpec, ...]:
+    """The communicators to make so that each GEMM can use each of its ``alternatives``, the configured ones first.
+
+    One a method: its settings can be rewritten, up to the largest ``num_splits``. Raises what :func:`overlap_specs`
+    raises, and the :class:`UBShapeError` family for a capacity that one of them could not take.
+    """
+    base = {spec.name: spec for spec in configured}
+    made = dict(base)
+    for gemm, configs in alternatives.items():
+        for config in configs:
+            for spec in overlap_specs(base, gemm, config).values():
+                if spec is not None:
+                    splits = max(spec.num_splits, made.get(spec.name, spec).num_splits)
+                    made[spec.name] = replace(made.get(spec.name, spec), num_splits=splits)
+    for spec in made.values():
+        if spec.method != "external":
+            check_tokens(spec, spec.capacity[0])
+    return tuple(made.values())

@@ -11,6 +11,7 @@ import torch
 from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group
+from ...overlap import OverlapConfig
 from ...shapes import Collective, CommSpec, Method, Shape
 from ..names import resolve_specs
 from ..protocol import Alternatives, OnOperand
@@ -55,6 +56,7 @@ class HostBackend:
         self.skipped: Mapping[str, str] = {name: _EXTERNAL for name, spec in every.items() if spec.method == "external"}
         for spec in self.specs.values():
             _check(spec, group)
+        self.notes: Mapping[str, str] = {}
         self.group, self.tp = group, group.size
         self.engine = Engine(group, tuple(self.specs), board, timeout_s) if group.size > 1 else None
         self._communicators: dict[str, Communicator] = {}
@@ -79,6 +81,13 @@ class HostBackend:
 
     def apply_one(self, name: str, tokens: int) -> None:
         self._communicators[name].set_tokens(tokens)
+
+    def plan(self, choices: Mapping[str, OverlapConfig]) -> Any:
+        if choices:
+            raise UBUnsupportedError("the host backend cannot choose by T yet: leave policy out")
+
+    def switch(self, plan: Any) -> None:
+        return
 
     def busy(self) -> str | None:
         return None if self.engine is None else self.engine.busy()
