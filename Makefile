@@ -41,7 +41,7 @@ demo: $(READY)
 	$(DEMO)
 
 test: $(READY)
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m pytest -n 2 $(TESTS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -4,11 +4,24 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
 pytest_plugins = ["ub_dynamic.testing.mpi_plugin"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `pytest -n 2`: what starts ranks or uses a GPU, in one worker; all else, file by file, in the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksInOneWorker(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith(("tests/mpi/", "tests/gpu/")) else nodeid.split("::")[0]
+
+    return RanksInOneWorker(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
