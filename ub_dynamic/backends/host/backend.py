@@ -12,24 +12,15 @@ from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group
 from ...overlap import OverlapConfig
-from ...shapes import Collective, CommSpec, Method, Shape
+from ...shapes import CommSpec, Shape
 from ..names import resolve_specs
 from ..protocol import Alternatives, OnOperand
-from .bulk import BulkAllGather, BulkReduceScatter
+from .alternatives import CLASSES, NOTES, HostAlternatives, Plan
 from .communicator import Communicator
 from .engine import Engine
 from .faults import abort_on_error
-from .pipeline import PipelineReduceScatter
-from .ring import RingAllGather, RingReduceScatter
 
 DTYPES = (torch.float32, torch.bfloat16)
-_CLASSES: Mapping[tuple[Method, Collective], type[Communicator]] = {
-    ("bulk", "ag"): BulkAllGather,
-    ("bulk", "rs"): BulkReduceScatter,
-    ("pipeline", "rs"): PipelineReduceScatter,
-    ("ring_exchange", "ag"): RingAllGather,
-    ("ring_exchange", "rs"): RingReduceScatter,
-}
 _EXTERNAL = "an external all-gather serves MXFP8 only, so the host backend makes no buffer for it"
 
 
@@ -39,7 +30,9 @@ class HostBackend:
     ``specs``: what to make, the same on every rank; those of method ``external`` are skipped. ``group``: the
     TP group; with a single rank there is nothing to communicate, and no communicator is made. ``board``: a
     waiting rank looks at it too, for ranks that changed to another T. ``timeout_s``: how long a rank waits
-    for another one (default: ``UB_DYNAMIC_TIMEOUT``, or 20). Collective."""
+    for another one (default: ``UB_DYNAMIC_TIMEOUT``, or 20). ``alternatives``: what a policy may ask for; those of
+    one GEMM share one storage, and another method than the configured one has a communicator of its own in it.
+    Collective."""
 
     name = "host"
 
@@ -52,23 +45,26 @@ class HostBackend:
         alternatives: Alternatives | None = None,
     ) -> None:
         every = {spec.name: spec for spec in specs} if group.size > 1 else {}
-        self.specs: Mapping[str, CommSpec] = {name: spec for name, spec in every.items() if spec.method != "external"}
-        self.skipped: Mapping[str, str] = {name: _EXTERNAL for name, spec in every.items() if spec.method == "external"}
+        self._alternatives = HostAlternatives(every, alternatives or {}) if every else HostAlternatives({}, {})
+        made = self._alternatives.registered
+        self.specs: Mapping[str, CommSpec] = {name: spec for name, spec in made.items() if spec.method != "external"}
+        self.skipped: Mapping[str, str] = {name: _EXTERNAL for name, spec in made.items() if spec.method == "external"}
+        self.notes: Mapping[str, str] = NOTES
         for spec in self.specs.values():
             _check(spec, group)
-        self.notes: Mapping[str, str] = {}
         self.group, self.tp = group, group.size
         self.engine = Engine(group, tuple(self.specs), board, timeout_s) if group.size > 1 else None
-        self._communicators: dict[str, Communicator] = {}
+        self.communicators: Mapping[str, Communicator] = {}  # every one that was made, by its name in ``specs``
         if self.engine is not None:
             try:
-                for name, spec in self.specs.items():
-                    self._communicators[name] = _CLASSES[spec.method, spec.collective](spec, self.engine)
+                self.communicators = self._alternatives.make(self.engine)
             except BaseException as error:  # no memory; the other ranks are told, and wait for nothing
                 self.engine.fail(error)
                 self.engine.close()
                 raise
-        self._all = tuple(self._communicators.values())
+        self._all = tuple(self.communicators.values())
+        self._standing: Mapping[str, Communicator | None] = {}  # by TE's name; None: a plain collective
+        self.switch(self.plan({}))
         self._on_operand: OnOperand | None = None
         self._destroyed = False
         self._abort = abort_on_error(group, self._failed)
@@ -80,20 +76,21 @@ class HostBackend:
             communicator.set_tokens(tokens)
 
     def apply_one(self, name: str, tokens: int) -> None:
-        self._communicators[name].set_tokens(tokens)
+        self.communicators[name].set_tokens(tokens)
 
-    def plan(self, choices: Mapping[str, OverlapConfig]) -> Any:
-        if choices:
-            raise UBUnsupportedError("the host backend cannot choose by T yet: leave policy out")
+    def plan(self, choices: Mapping[str, OverlapConfig]) -> Plan:
+        return self._alternatives.plan(choices, self.communicators)
 
-    def switch(self, plan: Any) -> None:
-        return
+    def switch(self, plan: Plan) -> None:
+        self._standing = plan.standing
+        for communicator, spec in plan.settings:
+            communicator.configure(spec)
 
     def busy(self) -> str | None:
         return None if self.engine is None else self.engine.busy()
 
     def find(self, communicator: object) -> str | None:
-        return next((name for name, mine in self._communicators.items() if mine is communicator), None)
+        return next((name for name, mine in self.communicators.items() if mine is communicator), None)
 
     def connect(self, on_operand: OnOperand | None) -> None:
         self._on_operand = on_operand
@@ -115,30 +112,38 @@ class HostBackend:
     # -- what the layers use ---------------------------------------------------------------------------------
 
     def communicator(self, name: str) -> Communicator:
-        """The communicator of TE's ``name``; :class:`UBStateError` if there is none."""
-        if self._destroyed:
-            raise UBStateError("the communicators are destroyed; call initialize_ub first")
-        try:
-            return self._communicators[name]
-        except KeyError:
-            reason = self.skipped.get(name, f"known are {', '.join(self._communicators)}")
-            raise UBStateError(f"no communicator {name!r}: {reason}") from None
+        """The communicator that stands under TE's ``name`` now; :class:`UBStateError` if there is none."""
+        return _overlapped(name, self._stands(name))
 
     def operand(self, name: str, tokens: int) -> Communicator:
-        """The communicator of ``name``, for an operand of ``tokens`` tokens, which it must be ready to take.
+        """The same, ready for an operand of ``tokens`` tokens: see :meth:`take`."""
+        return _overlapped(name, self.take(name, tokens))
 
-        Reports the operand first (:meth:`connect`); then :class:`UBShapeError` unless the active shape has as
-        many tokens. Nothing is copied or sent before.
+    def take(self, name: str, tokens: int) -> Communicator | None:
+        """The communicator that stands under ``name`` for an operand of ``tokens`` tokens; None: a plain collective.
+
+        Reports the operand first (:meth:`connect`), which may set T and with it what stands there; then
+        :class:`UBShapeError` unless the active shape has as many tokens. Nothing is copied or sent before.
         """
-        communicator = self.communicator(name)
+        self._stands(name)
         if self._on_operand is not None:
             self._on_operand(name, tokens)
-        if tokens != communicator.tokens:
+        communicator = self._stands(name)
+        if communicator is not None and tokens != communicator.tokens:
             raise UBShapeError(
                 f"{name}: the operand has {tokens} tokens, the active shape is {communicator.tokens} tokens; "
                 f"call set_ub_active_shape([{tokens}, {communicator.hidden}]) first"
             )
         return communicator
+
+    def _stands(self, name: str) -> Communicator | None:
+        if self._destroyed:
+            raise UBStateError("the communicators are destroyed; call initialize_ub first")
+        try:
+            return self._standing[name]
+        except KeyError:
+            reason = self.skipped.get(name, f"known are {', '.join(self._standing)}")
+            raise UBStateError(f"no communicator {name!r}: {reason}") from None
 
     def _failed(self) -> bool:
         return self.engine is not None and self.engine.failure is not None
@@ -186,12 +191,18 @@ def get_ub(name: str, use_fp8: bool = False) -> Communicator:
     return current_backend().communicator(name)
 
 
+def _overlapped(name: str, communicator: Communicator | None) -> Communicator:
+    if communicator is None:
+        raise UBStateError(f"{name} is not overlapped at this T: the policy chose a plain collective")
+    return communicator
+
+
 def _check(spec: CommSpec, group: Group) -> None:
     if spec.dtype not in DTYPES:
         raise UBUnsupportedError(f"{spec.name}: the host backend takes float32 and bfloat16, not {spec.dtype}")
     if spec.tp != group.size:
         raise UBShapeError(f"{spec.name} is for tp = {spec.tp}, but the TP group has {group.size} ranks")
-    if (spec.method, spec.collective) not in _CLASSES:
+    if (spec.method, spec.collective) not in CLASSES:
         raise UBUnsupportedError(
             f"{spec.name}: no host communicator of method {spec.method} and collective {spec.collective}"
         )

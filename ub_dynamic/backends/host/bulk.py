@@ -18,8 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from ...shapes import CommSpec
-from .communicator import Communicator, Staging, check_output
-from .engine import Engine
+from .communicator import Communicator, Extent, check_output
 
 
 class BulkAllGather(Communicator):
@@ -45,19 +44,18 @@ class BulkReduceScatter(Communicator):
     The sum is taken in rank order in float32 and rounded once, so it is the same whatever arrives first.
     """
 
-    def __init__(self, spec: CommSpec, engine: Engine) -> None:
-        super().__init__(spec, engine)
-        own = spec.capacity[0] // spec.tp * self.hidden
-        self._staging = Staging(own * (spec.tp - 1), own, spec.dtype)
+    @classmethod
+    def needs(cls, spec: CommSpec) -> Extent:
+        own = spec.capacity[0] // spec.tp * spec.capacity[1]
+        return super().needs(spec) | Extent(0, own * (spec.tp - 1), own)
 
     @contextmanager
     def reduce_scatter(self, out: torch.Tensor) -> Iterator[None]:
         """``out`` ``[T/tp, H]`` = this rank's rows of the sum; transfers run beside the body."""
         check_output(self.name, out, (self.local_rows, self.hidden), self.spec.dtype)
-        assert self._staging.received is not None
         with self._engine.operation("bulk reduce-scatter", self.name, self.tokens) as operation:
             numel, shape = self.layout.local_numel, (self.local_rows, self.hidden)
-            slots = {peer: self._staging.received.region(i * numel, shape) for i, peer in enumerate(self._peers())}
+            slots = {peer: self._storage.received_region(i * numel, shape) for i, peer in enumerate(self._peers())}
             transfer = operation.transfer(
                 "all chunks",
                 sends=[(self._chunk(peer), peer) for peer in self._peers()],
@@ -66,8 +64,4 @@ class BulkReduceScatter(Communicator):
             yield
             operation.wait(transfer)
             parts = [slots[rank].tensor if rank != self.rank else self._local() for rank in range(self.tp)]
-            self._staging.reduce(parts, out)
-
-    def poison(self, value: float = float("nan")) -> None:
-        super().poison(value)
-        self._staging.poison(value)
+            self._storage.reduce(parts, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -15,21 +16,73 @@ from .buffers import Region, RegisteredMemory
 from .engine import Engine
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Elements that a communicator needs: in its buffer, to receive parts of a sum in, and for float32 sums."""
+
+    buffer: int
+    received: int = 0
+    sums: int = 0
+
+    def __or__(self, other: Extent) -> Extent:
+        """Enough for either."""
+        received, sums = max(self.received, other.received), max(self.sums, other.sums)
+        return Extent(max(self.buffer, other.buffer), received, sums)
+
+
+class Storage:
+    """All memory of a communicator, or of several of which one works at a time."""
+
+    def __init__(self, extent: Extent, dtype: torch.dtype) -> None:
+        self.buffer = RegisteredMemory(extent.buffer, dtype)
+        self.received = RegisteredMemory(extent.received, dtype) if extent.received else None
+        self._sums = RegisteredMemory(extent.sums, torch.float32) if extent.sums else None
+
+    def received_region(self, offset: int, shape: tuple[int, ...]) -> Region:
+        """Where a part of a sum is received."""
+        assert self.received is not None, "the extent of a reduce-scatter has room to receive in"
+        return self.received.region(offset, shape)
+
+    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """``out`` = the sum of ``parts`` in their order, in float32, rounded once."""
+        assert self._sums is not None, "the extent of a reduce-scatter has room for sums"
+        total = self._sums.view(0, tuple(parts[0].shape))
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+
+    def poison(self, value: float) -> None:
+        for memory in (self.buffer, self.received, self._sums):
+            if memory is not None:
+                memory.flat.fill_(value)
+
+
 class Communicator:
     """One registered buffer at capacity ``[T_cap, H]``, of which the prefix of the active shape is used.
 
-    ``spec``: what was registered. ``set_tokens`` changes the active shape; everything else follows from the
-    chunk layout of that T. Subclasses add the collective itself.
+    ``spec``: what was registered, and its settings now. ``set_tokens`` changes the active shape; everything else
+    follows from the chunk layout of that T. ``storage``: memory that it shares with others of which one works at a
+    time; without one it makes its own. Subclasses add the collective itself.
     """
 
-    def __init__(self, spec: CommSpec, engine: Engine) -> None:
+    def __init__(self, spec: CommSpec, engine: Engine, storage: Storage | None = None) -> None:
         self.spec, self.name, self._engine = spec, spec.name, engine
         self.rank, self.tp = engine.rank, spec.tp
         self.tokens, self.hidden = spec.capacity
         self._layout: ChunkLayout | None = None
-        self._memory = RegisteredMemory(
-            registered_rows(spec.method, spec.collective, spec.capacity[0], spec.tp) * self.hidden, spec.dtype
-        )
+        self._storage = Storage(self.needs(spec), spec.dtype) if storage is None else storage
+        self._memory = self._storage.buffer
+
+    @classmethod
+    def needs(cls, spec: CommSpec) -> Extent:
+        """The memory of a communicator of ``spec``."""
+        return Extent(registered_rows(spec.method, spec.collective, spec.capacity[0], spec.tp) * spec.capacity[1])
+
+    def configure(self, spec: CommSpec) -> None:
+        """Take the settings of ``spec``: another ``num_splits`` or ``aggregate`` of the same method, in place."""
+        self.spec = spec
+        self._layout = None
 
     def set_tokens(self, tokens: int) -> None:
         """Make ``[tokens, H]`` the active shape; the layout is computed when it is needed."""
@@ -87,7 +140,7 @@ class Communicator:
 
     def poison(self, value: float = float("nan")) -> None:
         """Fill all registered memory, staging included, so that a read of what was not written shows (for tests)."""
-        self._memory.flat.fill_(value)
+        self._storage.poison(value)
 
     def _local(self) -> torch.Tensor:
         return self._chunk(self.rank).tensor
@@ -102,27 +155,6 @@ class Communicator:
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.tp) if rank != self.rank]
-
-
-class Staging:
-    """Memory beside a communicator's buffer, at capacity too: for what a reduction receives, and float32 sums."""
-
-    def __init__(self, receive_numel: int, sum_numel: int, dtype: torch.dtype) -> None:
-        self.received = RegisteredMemory(receive_numel, dtype) if receive_numel else None
-        self._sums = RegisteredMemory(sum_numel, torch.float32)
-
-    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """``out`` = the sum of ``parts`` in their order, in float32, rounded once."""
-        total = self._sums.view(0, tuple(parts[0].shape))
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(part)
-        out.copy_(total)
-
-    def poison(self, value: float) -> None:
-        self._sums.flat.fill_(value)
-        if self.received is not None:
-            self.received.flat.fill_(value)
 
 
 @contextmanager

@@ -50,26 +50,27 @@ class Overlap:
     def tp(self) -> int:
         return self.backend.tp
 
-    @property
-    def overlaps(self) -> bool:
-        return self.overlap and self.tp > 1
+    def take(self, step: str, kind: type[Kind], tokens: int, dtype: torch.dtype) -> Kind | None:
+        """The communicator of ``fprop``, ``dgrad`` or ``wgrad``, ready for ``tokens`` tokens of ``dtype``.
 
-    def communicator(self, step: str) -> Communicator:
-        """That of ``fprop``, ``dgrad`` or ``wgrad``, unchecked."""
-        return self.backend.communicator(f"{self.ub_name}_{step}")
+        None: a plain collective, because the layer does not overlap or the policy chose none at this T. Looked up at
+        every call, so that a backward sees what its own T chooses.
+        """
+        if not self.overlap or self.tp == 1:
+            return None
+        communicator = self.backend.take(f"{self.ub_name}_{step}", tokens)
+        return None if communicator is None else _checked(communicator, kind, dtype)
 
-    def take(self, step: str, kind: type[Kind], tokens: int, dtype: torch.dtype) -> Kind:
-        """The same, ready to take an operand of ``tokens`` tokens and ``dtype``."""
-        name = f"{self.ub_name}_{step}"
-        communicator = self.backend.communicator(name)
-        if not isinstance(communicator, kind):
-            raise UBUnsupportedError(
-                f"{name}: this layer cannot use method {communicator.spec.method!r} ({communicator.spec.collective})"
-            )
-        if dtype != communicator.spec.dtype:
-            raise UBShapeError(f"{name}: the buffer holds {communicator.spec.dtype}, the operand is {dtype}")
-        self.backend.operand(name, tokens)
-        return communicator
+
+def _checked(communicator: Communicator, kind: type[Kind], dtype: torch.dtype) -> Kind:
+    if not isinstance(communicator, kind):
+        raise UBUnsupportedError(
+            f"{communicator.name}: this layer cannot use method {communicator.spec.method!r} "
+            f"({communicator.spec.collective})"
+        )
+    if dtype != communicator.spec.dtype:
+        raise UBShapeError(f"{communicator.name}: the buffer holds {communicator.spec.dtype}, the operand is {dtype}")
+    return communicator
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -81,8 +82,9 @@ class ColumnParallel(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
+        gather = how.take("fprop", RingAllGather, x.shape[0] * how.tp, x.dtype)
         out = x.new_empty(x.shape[0] * how.tp, weight.shape[0])
-        for rows, chunk in _gathered_chunks(x, "fprop", how):
+        for rows, chunk in _gathered_chunks(x, gather, how):
             if bias is None:
                 torch.mm(chunk, weight.t(), out=out[rows])
             else:
@@ -96,13 +98,14 @@ class ColumnParallel(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_output = grad_output.contiguous()
         grad_x = torch.empty_like(x) if need_x else None
-        grad_weight = None
-        if not ctx.how.overlaps:
+        dgrad = ctx.how.take("dgrad", Communicator, grad_output.shape[0], x.dtype)
+        if dgrad is None:
             grad_weight = _column_plain(grad_output, x, weight, grad_x, need_weight, ctx.how)
-        elif isinstance(ctx.how.communicator("dgrad"), ChunkedReduceScatter):
-            grad_weight = _column_dgrad_rs(grad_output, x, weight, grad_x, need_weight, ctx.how)
+        elif isinstance(dgrad, ChunkedReduceScatter):
+            grad_weight = _column_dgrad_rs(grad_output, x, weight, grad_x, need_weight, ctx.how, dgrad)
         else:
-            grad_weight = _column_bulk(grad_output, x, weight, grad_x, need_weight, ctx.how)
+            gather = _checked(dgrad, BulkAllGather, x.dtype)
+            grad_weight = _column_bulk(grad_output, x, weight, grad_x, need_weight, ctx.how, gather)
         return grad_x, grad_weight, grad_output.sum(0) if need_bias else None, None
 
 
@@ -113,12 +116,11 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Overlap) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
-        if how.tp == 1:
-            return x @ weight.t()
-        if not how.overlap:
-            return plain.reduce_scatter(_engine(how), x @ weight.t())
-        out = x.new_empty(x.shape[0] // how.tp, weight.shape[0])
         scatter = how.take("fprop", Communicator, x.shape[0], x.dtype)
+        if scatter is None:
+            partial = x @ weight.t()
+            return partial if how.tp == 1 else plain.reduce_scatter(_engine(how), partial)
+        out = x.new_empty(x.shape[0] // how.tp, weight.shape[0])
         for rows, columns, block in _chunked(scatter).reduce_scatter_chunks(out):
             torch.mm(x[rows], weight[columns].t(), out=block)
         return out
@@ -129,29 +131,29 @@ class RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
         grad_output = grad_output.contiguous()
+        gather = ctx.how.take("dgrad", RingAllGather, grad_output.shape[0] * ctx.how.tp, grad_output.dtype)
         grad_x = torch.empty_like(x) if need_x else None
         whole = grad_output
-        for rows, chunk in _gathered_chunks(grad_output, "dgrad", ctx.how):
+        for rows, chunk in _gathered_chunks(grad_output, gather, ctx.how):
             if grad_x is not None:
                 torch.mm(chunk, weight, out=grad_x[rows])
             whole = chunk
         grad_weight = None
         if need_weight:
-            if ctx.how.overlaps:
-                whole = ctx.how.communicator("dgrad").get_buffer()
+            if gather is not None:
+                whole = gather.get_buffer()
             with gemm_span(f"{ctx.how.ub_name} wgrad"):
                 grad_weight = whole.t() @ x
         return grad_x, grad_weight, None
 
 
-def _gathered_chunks(local: torch.Tensor, step: str, how: Overlap) -> Iterator[tuple[slice, torch.Tensor]]:
+def _gathered_chunks(
+    local: torch.Tensor, gather: RingAllGather | None, how: Overlap
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """``local`` of every rank, chunk by chunk as it arrives, or whole where nothing overlaps."""
-    tokens = local.shape[0] * how.tp
-    if how.tp == 1:
-        return iter([(slice(0, tokens), local)])
-    if not how.overlap:
-        return iter([(slice(0, tokens), plain.all_gather(_engine(how), local))])
-    gather = how.take(step, RingAllGather, tokens, local.dtype)
+    if gather is None:
+        whole = local if how.tp == 1 else plain.all_gather(_engine(how), local)
+        return iter([(slice(0, whole.shape[0]), whole)])
     gather.copy_into_buffer(local, local_chunk=True)
     return gather.all_gather_chunks()
 
@@ -163,11 +165,14 @@ def _column_bulk(
     grad_x: torch.Tensor | None,
     need_weight: bool,
     how: Overlap,
+    dgrad: BulkAllGather,
 ) -> torch.Tensor | None:
     """TE's default: each collective runs beside the GEMM that does not need it. ``grad_x`` is filled if given."""
-    tokens, dtype = grad_output.shape[0], x.dtype
-    gather = how.take("dgrad", BulkAllGather, tokens, dtype) if need_weight else None
-    scatter = how.take("wgrad", BulkReduceScatter, tokens, dtype) if grad_x is not None else None
+    gather = dgrad if need_weight else None
+    scatter = None
+    if grad_x is not None:
+        scatter = how.take("wgrad", BulkReduceScatter, grad_output.shape[0], x.dtype)
+        assert scatter is not None, "wgrad follows dgrad"
     grad_weight = None
     if gather is not None:
         gather.copy_into_buffer(x, local_chunk=True)
@@ -189,21 +194,21 @@ def _column_dgrad_rs(
     grad_x: torch.Tensor | None,
     need_weight: bool,
     how: Overlap,
+    scatter: PipelineReduceScatter | RingReduceScatter,
 ) -> torch.Tensor | None:
-    """dgrad is reduce-scattered chunk by chunk; x is gathered beside that in the buffer of the forward."""
-    tokens, dtype = grad_output.shape[0], x.dtype
-    gather = how.take("fprop", RingAllGather, tokens, dtype) if need_weight else None
-    scatter = how.take("dgrad", Communicator, tokens, dtype) if grad_x is not None else None
+    """dgrad is reduce-scattered chunk by chunk; x is gathered beside that if the forward overlaps."""
+    gather = how.take("fprop", RingAllGather, grad_output.shape[0], x.dtype) if need_weight else None
     if gather is not None:
         gather.copy_into_buffer(x, local_chunk=True)
     with gather.all_gather() if gather is not None else _nothing():
-        if scatter is not None and grad_x is not None:
-            for rows, columns, block in _chunked(scatter).reduce_scatter_chunks(grad_x):
+        if grad_x is not None:
+            for rows, columns, block in scatter.reduce_scatter_chunks(grad_x):
                 torch.mm(grad_output[rows], weight[:, columns], out=block)
-    if gather is None:
+    if not need_weight:
         return None
+    whole = plain.all_gather(_engine(how), x) if gather is None else gather.get_buffer()
     with gemm_span(f"{how.ub_name} wgrad"):
-        return grad_output.t() @ gather.get_buffer()
+        return grad_output.t() @ whole
 
 
 def _column_plain(

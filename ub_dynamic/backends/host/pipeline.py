@@ -15,8 +15,8 @@ import torch
 
 from ...shapes import CommSpec
 from .buffers import Region
-from .communicator import Communicator, Staging, check_output, gemm_span
-from .engine import Engine, Operation
+from .communicator import Communicator, Extent, check_output, gemm_span
+from .engine import Operation
 from .progress import Transfer
 
 
@@ -26,10 +26,10 @@ class PipelineReduceScatter(Communicator):
     Sums are taken in rank order in float32 and rounded once into the strided output.
     """
 
-    def __init__(self, spec: CommSpec, engine: Engine) -> None:
-        super().__init__(spec, engine)
-        own = spec.capacity[0] // spec.tp * self.hidden
-        self._staging = Staging(own * (spec.tp - 1), own // spec.num_splits, spec.dtype)
+    @classmethod
+    def needs(cls, spec: CommSpec) -> Extent:
+        own = spec.capacity[0] // spec.tp * spec.capacity[1]
+        return super().needs(spec) | Extent(0, own * (spec.tp - 1), own // spec.num_splits)
 
     def reduce_scatter_chunks(self, out: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield ``(rows, columns, block)`` for each block; the body writes its partial sums into ``block``.
@@ -47,11 +47,7 @@ class PipelineReduceScatter(Communicator):
             for index, (columns, transfer) in enumerate(transfers):
                 operation.wait(transfer)
                 parts = [self._part(index, rank).tensor for rank in range(self.tp)]
-                self._staging.reduce(parts, out[:, columns])
-
-    def poison(self, value: float = float("nan")) -> None:
-        super().poison(value)
-        self._staging.poison(value)
+                self._storage.reduce(parts, out[:, columns])
 
     def _send(self, operation: Operation, index: int) -> Transfer:
         return operation.transfer(
@@ -70,8 +66,7 @@ class PipelineReduceScatter(Communicator):
         """What ``source`` adds to this rank's rows of block ``index``: its own piece, or what it received."""
         if source == self.rank:
             return self._piece(index, self.rank)
-        assert self._staging.received is not None
         columns = self.layout.chunks[index].columns
         numel = self.local_rows * columns
         slot = index * (self.tp - 1) + (source if source < self.rank else source - 1)
-        return self._staging.received.region(slot * numel, (self.local_rows, columns))
+        return self._storage.received_region(slot * numel, (self.local_rows, columns))

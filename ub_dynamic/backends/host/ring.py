@@ -20,8 +20,8 @@ import torch
 
 from ...shapes import CommSpec
 from .buffers import Region
-from .communicator import Communicator, Staging, check_output, gemm_span
-from .engine import Engine, Operation
+from .communicator import Communicator, Extent, check_output, gemm_span
+from .engine import Operation
 from .progress import Transfer
 
 
@@ -35,9 +35,10 @@ class RingAllGather(Communicator):
     multiplied: half as many, larger GEMMs.
     """
 
-    def __init__(self, spec: CommSpec, engine: Engine) -> None:
-        super().__init__(spec, engine)
-        self._width = 2 if spec.aggregate else 1  # chunks that travel together
+    @property
+    def _width(self) -> int:
+        """How many chunks travel together."""
+        return 2 if self.spec.aggregate else 1
 
     def all_gather_chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ``(rows, chunk)``, this rank's chunk first; at the end the view ``[T, H]`` is complete."""
@@ -101,9 +102,9 @@ class RingReduceScatter(Communicator):
     slot ``tp - 1`` and goes on in their order, in float32, rounded once.
     """
 
-    def __init__(self, spec: CommSpec, engine: Engine) -> None:
-        super().__init__(spec, engine)
-        self._staging = Staging(0, spec.capacity[0] // spec.tp * self.hidden, spec.dtype)
+    @classmethod
+    def needs(cls, spec: CommSpec) -> Extent:
+        return super().needs(spec) | Extent(0, sums=spec.capacity[0] // spec.tp * spec.capacity[1])
 
     def reduce_scatter_chunks(self, out: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield ``(rows, columns, slot)`` for each rank's rows; the body writes its partial sums into ``slot``.
@@ -121,11 +122,7 @@ class RingReduceScatter(Communicator):
                     transfers.append(self._send(operation, slot, owner))
             for transfer in transfers:
                 operation.wait(transfer)
-            self._staging.reduce([self._chunk(slot).tensor for slot in self.layout.reduce_slots], out)
-
-    def poison(self, value: float = float("nan")) -> None:
-        super().poison(value)
-        self._staging.poison(value)
+            self._storage.reduce([self._chunk(slot).tensor for slot in self.layout.reduce_slots], out)
 
     def _send(self, operation: Operation, slot: int, owner: int) -> Transfer:
         source = (self.rank - slot - 1) % self.tp
