@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file in which a tuner writes down which overlap is best for each GEMM at each measured T, and where that holds.
+
+One JSON object, written at once or not at all::
+
+    {"format": "ub_dynamic tuning table 1", "machine": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "tp": 2,
+     "hidden": 4096, "ffn": 16384, "dtype": "bfloat16", "mode": "2-gpus", "date": "...", "command": "...",
+     "rows": [{"gemm": "fc2_fprop", "tokens": 2048, "chosen": {"method": "pipeline", "num_sm": 8}, "reason": "...",
+               "gemm_us": 410.0, "candidates": [{"config": {...}, "median_us": 433.1, "spread_us": 2.0}]}]}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .errors import UBShapeError, UBUnsupportedError
+from .overlap import OverlapConfig
+from .policy import Choice, Policy
+
+FORMAT = "ub_dynamic tuning table 1"
+FORCE_VARIABLE = "UB_DYNAMIC_FORCE_TABLE"
+_PACKAGES = ("torch", "transformer_engine")
+logger = logging.getLogger("ub_dynamic")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One measured configuration: the median of its times, and their spread, both in microseconds."""
+
+    config: OverlapConfig
+    median_us: float
+    spread_us: float
+
+
+@dataclass(frozen=True)
+class TuningRow:
+    """One GEMM at one T: what was ``chosen``, why, and what it was chosen from.
+
+    ``gemm``: TE's communicator name (``"fc2_fprop"``). ``gemm_us``: the plain GEMM without any communication, the
+    limit of what an overlap can reach; None where it was not measured.
+    """
+
+    gemm: str
+    tokens: int
+    chosen: OverlapConfig
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    gemm_us: float | None = None
+
+
+@dataclass(frozen=True)
+class TuningTable:
+    """``rows``, and what they hold for: :meth:`check_fits` compares ``machine`` (:func:`this_machine`), ``versions``
+    (:func:`these_versions`), ``tp``, ``hidden``, ``dtype`` (``"bfloat16"``) and ``mode`` (``"cpu-mpi"``,
+    ``"one-gpu-N-ranks"`` or ``"N-gpus"``).
+
+    ``forced``: use it elsewhere all the same. Raises :class:`UBShapeError` for a T below 1 and for two rows of one
+    GEMM at one T.
+    """
+
+    machine: str
+    versions: Mapping[str, str]
+    tp: int
+    hidden: int
+    ffn: int
+    dtype: str
+    mode: str
+    date: str
+    command: str
+    rows: tuple[TuningRow, ...]
+    forced: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise UBShapeError("a tuning table has at least one row")
+        seen = set()
+        for row in self.rows:
+            if row.tokens < 1:
+                raise UBShapeError(f"{row.gemm}: tokens = {row.tokens} of a tuning table must be at least 1")
+            if (row.gemm, row.tokens) in seen:
+                raise UBShapeError(f"a tuning table has two rows for {row.gemm} at T = {row.tokens}")
+            seen.add((row.gemm, row.tokens))
+
+    def policy(self) -> Policy:
+        """The policy of these rows: a T between two measured ones is treated as the one that is nearer in log scale
+        (the border of 1024 and 4096 is 2048, and a T on the border is of the smaller one); below the smallest and
+        above the largest measured T, as these."""
+        measured: dict[str, list[TuningRow]] = {}
+        for row in sorted(self.rows, key=lambda row: row.tokens):
+            measured.setdefault(row.gemm, []).append(row)
+        begins: dict[int, dict[str, Choice]] = {}
+        for gemm, rows in measured.items():
+            for before, row in zip([None, *rows], rows, strict=False):
+                start = 1 if before is None else math.isqrt(before.tokens * row.tokens) + 1
+                begins.setdefault(start, {})[gemm] = Choice(row.chosen, row.reason)
+        starts, stages = sorted(begins), []
+        standing: dict[str, Choice] = {}
+        for start in starts:
+            standing = {**standing, **begins[start]}
+            stages.append(MappingProxyType(standing))
+        return Policy(tuple(starts), tuple(stages))
+
+    def check_fits(
+        self,
+        *,
+        tp: int,
+        hidden: int,
+        dtype: str,
+        mode: str | None = None,
+        machine: str | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raise :class:`UBUnsupportedError`, naming what differs, unless the table was measured for this.
+
+        ``machine`` and ``versions`` are by default those of this process; of versions the first number counts.
+        A table that is forced, by ``load(path, force=True)`` or UB_DYNAMIC_FORCE_TABLE=1, is logged instead.
+        """
+        here = {
+            "machine": this_machine() if machine is None else machine,
+            "tp": tp,
+            "hidden": hidden,
+            "dtype": dtype,
+            **({} if mode is None else {"mode": mode}),
+        }
+        table = {name: getattr(self, name) for name in here}
+        differs = [f"{name} is {table[name]}, here {here[name]}" for name in here if table[name] != here[name]]
+        for name, version in (these_versions() if versions is None else versions).items():
+            theirs = self.versions.get(name, version)
+            if theirs.partition(".")[0] != version.partition(".")[0]:
+                differs.append(f"{name} is {theirs}, here {version}")
+        if not differs:
+            return
+        if self.forced or os.environ.get(FORCE_VARIABLE) == "1":
+            logger.warning("a tuning table is used though it was measured elsewhere: %s", "; ".join(differs))
+            return
+        raise UBUnsupportedError(
+            f"the tuning table was measured elsewhere: {'; '.join(differs)}. Tune here (python -m ub_dynamic tune), or "
+            f"use it all the same: policy=TuningTable.load(path, force=True), or {FORCE_VARIABLE}=1"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file, at once or not at all; returns its path."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        partial.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        partial.replace(target)
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, force: bool = False) -> TuningTable:
+        """The table in ``path``. :class:`UBUnsupportedError` says what is wrong with the file."""
+        try:
+            data = json.loads(Path(path).read_text())
+            return replace(cls.from_json(data), forced=force)
+        except OSError as error:
+            raise UBUnsupportedError(f"the tuning table {path} cannot be read: {error}") from error
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UBUnsupportedError(f"the tuning table {path} is no JSON: {error}") from error
+        except UBUnsupportedError as error:
+            raise UBUnsupportedError(f"{path}: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """What :meth:`save` writes."""
+        header = {name: getattr(self, name) for name in _HEADER}
+        header["versions"] = dict(self.versions)
+        return {"format": FORMAT, **header, "rows": [_row_json(row) for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, data: Any) -> TuningTable:
+        """The inverse of :meth:`to_json`; :class:`UBUnsupportedError` names what is missing or wrong."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise UBUnsupportedError(f"no tuning table that this version reads: format is {found!r}, not {FORMAT!r}")
+        header = {name: _typed(data, name, kind, "a tuning table") for name, kind in _HEADER.items()}
+        rows = _typed(data, "rows", list, "a tuning table")
+        try:
+            return cls(**header, rows=tuple(_row(row, index) for index, row in enumerate(rows)))
+        except UBShapeError as error:
+            raise UBUnsupportedError(str(error)) from error
+
+
+_HEADER: Mapping[str, type] = {
+    "machine": str,
+    "versions": dict,
+    "tp": int,
+    "hidden": int,
+    "ffn": int,
+    "dtype": str,
+    "mode": str,
+    "date": str,
+    "command": str,
+}
+assert [*_HEADER, "rows", "forced"] == [each.name for each in fields(TuningTable)]
+
+
+def this_machine() -> str:
+    """What decides which overlap is best: the GPU's name, or the processor's where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def these_versions() -> dict[str, str]:
+    """The installed versions of what runs an overlap."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _row_json(row: TuningRow) -> dict[str, Any]:
+    candidates = [
+        {"config": each.config.to_json(), "median_us": each.median_us, "spread_us": each.spread_us}
+        for each in row.candidates
+    ]
+    chosen = row.chosen.to_json()
+    facts = {"gemm": row.gemm, "tokens": row.tokens, "chosen": chosen, "reason": row.reason, "gemm_us": row.gemm_us}
+    return {**facts, "candidates": candidates}
+
+
+def _row(data: Any, index: int) -> TuningRow:
+    where = f"row {index} of a tuning table"
+    if not isinstance(data, Mapping):
+        raise UBUnsupportedError(f"{where} is {type(data).__name__}, not an object")
+    candidates = []
+    for each in _typed(data, "candidates", list, where):
+        if not isinstance(each, Mapping):
+            raise UBUnsupportedError(f"a candidate of {where} is {type(each).__name__}, not an object")
+        config = OverlapConfig.from_json(_typed(each, "config", dict, where))
+        median, spread = (float(_typed(each, name, (int, float), where)) for name in ("median_us", "spread_us"))
+        candidates.append(Candidate(config, median, spread))
+    gemm_us = data.get("gemm_us")
+    return TuningRow(
+        gemm=_typed(data, "gemm", str, where),
+        tokens=_typed(data, "tokens", int, where),
+        chosen=OverlapConfig.from_json(_typed(data, "chosen", dict, where)),
+        reason=_typed(data, "reason", str, where),
+        candidates=tuple(candidates),
+        gemm_us=None if gemm_us is None else float(_typed(data, "gemm_us", (int, float), where)),
+    )
+
+
+def _typed(data: Mapping[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
+    if name not in data:
+        raise UBUnsupportedError(f"{where} lacks {name!r}")
+    value = data[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise UBUnsupportedError(f"{where}: {name} = {value!r} is no {' or '.join(each.__name__ for each in kinds)}")
+    return value
