@@ -102,7 +102,9 @@ def test_the_real_signature_is_the_one_that_is_forwarded() -> None:
     parameters = inspect.signature(base.initialize_ub).parameters
     ours = inspect.signature(initialize.create_te_backend).parameters
     renamed = {"capacity": "shape"}
-    assert [renamed.get(name, name) for name in ours if name not in ("group", "board")] == list(parameters)
+    assert [renamed.get(name, name) for name in ours if name not in ("group", "board", "alternatives")] == list(
+        parameters
+    )
 
 
 def test_what_te_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

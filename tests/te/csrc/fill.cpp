@@ -30,6 +30,7 @@ void fill(py::object communicator, size_t address, size_t tokens, size_t hidden,
   core.*Core::region = region;
   core.*Core::use_ce = handle.p2p != nullptr;
   core.*Writable::is_p2p = handle.p2p != nullptr;
+  if (handle.base != nullptr && Base::first_gemm() != nullptr) handle.base->*Base::first_gemm() = false;
   auto *data = reinterpret_cast<char *>(address);
   const auto dtype = dtype_of(itemsize);
   size_t rows = tokens;

@@ -17,6 +17,7 @@ from ...shapes import CommSpec, Shape
 from ..protocol import OnOperand
 from .communicators import Communicator
 from .guard import Guard
+from .plans import Plan, Plans
 from .shutdown import Bootstrap, destroy_communicators
 
 
@@ -38,6 +39,7 @@ class TEBackend:
         native: ModuleType | None,
         registry: Any,
         bootstrap: Bootstrap,
+        plans: Plans | None = None,
     ) -> None:
         self.communicators = communicators
         self.capacity = capacity
@@ -48,15 +50,17 @@ class TEBackend:
         self.skipped: Mapping[str, str] = MappingProxyType(
             {comm.name: comm.skipped for comm in communicators if comm.skipped is not None}
         )
-        self.notes: Mapping[str, str] = MappingProxyType({})
+        self.notes: Mapping[str, str] = plans.notes if plans else MappingProxyType({})
+        self._plans = plans
         self._nvtx = os.environ.get("NVTE_NVTX_ENABLED", "0") == "1"  # TE's own switch
         self._group = group
         self._bootstrap = bootstrap
         self._registry = registry
         self._index = {name: index for index, name in enumerate(self.specs)}
         self._destroyed = False
-        self.guard = Guard(communicators, capacity, nvtx=self._nvtx)
+        self.guard = Guard(communicators, capacity, nvtx=self._nvtx, methods=plans.methods if plans else dict)
         self.apply: Callable[[int], None] = self._make_apply()
+        self.switch: Callable[[Any], None] = plans.switch if plans else lambda plan: None
 
     def _make_apply(self) -> Callable[[int], None]:
         # The bound native function itself: nothing of Python stands between the manager and the rewrite.
@@ -82,12 +86,12 @@ class TEBackend:
     def apply_one(self, name: str, tokens: int) -> None:
         self._registry.apply_one(self._index[name], tokens)
 
-    def plan(self, choices: Mapping[str, OverlapConfig]) -> None:
+    def plan(self, choices: Mapping[str, OverlapConfig]) -> Plan | None:
+        if self._plans is not None:
+            return self._plans.plan(choices)
         if choices:
-            raise UBUnsupportedError("the TE backend cannot choose by T yet: leave policy out")
-
-    def switch(self, plan: None) -> None:
-        return
+            raise UBUnsupportedError(f"initialize_ub was given no alternatives, so nothing can be chosen: {choices}")
+        return None
 
     def busy(self) -> str | None:
         return self.guard.busy()
@@ -117,6 +121,8 @@ class TEBackend:
             return
         self._destroyed = True
         self.guard.remove()
+        if self._plans is not None:
+            self._plans.close()
         if self._registry is not None:
             self._registry.clear()
         references = {comm.name: comm.reference for comm in self.communicators}
@@ -125,12 +131,16 @@ class TEBackend:
     def doctor_report(self) -> dict[str, Any]:
         """One row a communicator: method, collective, dtype, active T, why it stays at capacity, overlaps run.
 
-        The guard counts the overlaps; without it none are counted.
+        The guard counts the overlaps; without it none are counted. ``stands_for``: the name under which TE's modules
+        find it now; one of a policy that is not chosen stands under a name that no module asks for.
         """
         return {"capacity": list(self.capacity), "communicators": [self._row(comm) for comm in self.communicators]}
 
     def _row(self, comm: Communicator) -> dict[str, Any]:
         spec = comm.spec
+        now = None
+        if spec is not None and self.native is not None:
+            now = self.native.settings(comm.reference())
         return {
             "name": comm.name,
             "dynamic": spec is not None,
@@ -138,8 +148,9 @@ class TEBackend:
             "method": spec.method if spec else None,
             "collective": spec.collective if spec else None,
             "dtype": str(spec.dtype).removeprefix("torch.") if spec else None,
-            "num_splits": spec.num_splits if spec else None,
-            "num_sm": spec.num_sm if spec else None,
+            "num_splits": now[0] if now else None,
+            "num_sm": now[1] if now else None,
+            "stands_for": self._plans.stands_for(comm) if self._plans else comm.name,
             "active_tokens": self.active_tokens(comm.name),
             "overlaps": {kind: count for (name, kind), count in self.guard.runs.items() if name == comm.name},
         }

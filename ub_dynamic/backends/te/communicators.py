@@ -117,12 +117,15 @@ def _spec(key: Key, name: str, facts: Mapping[str, Any], keys: Iterable[Key], ca
 
 
 def _use(key: Key, facts: Mapping[str, Any], keys: Iterable[Key]) -> tuple[Method, Collective]:
-    layer, mode = key
+    name, mode = key
+    layer, _, alternative = name.partition(" ")  # "fc2_fprop (pipeline)": beside the configured one, for a policy
     default, collective = LAYERS.get(layer, ("bulk", "ag"))
     if facts["is_p2p"]:
         return "ring_exchange", "rs" if facts["reduce_scatter"] else "ag"
     if default == "external":
         return "external", "ag"
+    if alternative:
+        return ("bulk", "ag") if alternative == "(bulk)" else ("pipeline", "rs")
     wgrad = DGRAD_REDUCE_SCATTER.get(layer)
     reduces_dgrad = wgrad is not None and (wgrad, mode) not in keys
     if reduces_dgrad or (layer.endswith("_fprop") and collective == "rs"):

@@ -61,11 +61,19 @@ class Guard:
     ``runs`` counts, by ``(communicator, kind)``, the overlaps that were enqueued.
     """
 
-    def __init__(self, communicators: Sequence[Communicator], capacity: Shape, *, nvtx: bool = False) -> None:
+    def __init__(
+        self,
+        communicators: Sequence[Communicator],
+        capacity: Shape,
+        *,
+        nvtx: bool = False,
+        methods: hazards.Methods = dict,
+    ) -> None:
         self.runs: Counter[tuple[str, str]] = Counter()
         self._communicators = tuple(communicators)
         self._capacity = capacity
         self._nvtx = nvtx
+        self._methods = methods
         self._patches = Patches()
         self._captures = Captures()
         self._on_operand: OnOperand = lambda name, tokens: None
@@ -81,7 +89,7 @@ class Guard:
         self._entries = {id(comm.reference()): self._entry(comm) for comm in self._communicators}
         self._ag, self._rs = tex.CommOverlapType.AG, tex.CommOverlapType.RS
         try:
-            hazards.refuse(self._patches, self._communicators)
+            hazards.refuse(self._patches, self._communicators, self._methods)
             self._captures.watch(self._patches)
             self._patches.replace(tex, "generic_gemm", self._wrap_gemm)
             for kind in (tex.CommOverlap, tex.CommOverlapP2P):

@@ -25,19 +25,35 @@ from .patches import Patches
 _STORAGES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
 
-def refuse(patches: Patches, communicators: Sequence[Communicator]) -> None:
-    """Wrap TE's modules so that these uses raise :class:`UBUnsupportedError` with the reason."""
+Methods = Callable[[], Mapping[str, str]]
+
+
+def refuse(patches: Patches, communicators: Sequence[Communicator], methods: Methods) -> None:
+    """Wrap TE's modules so that these uses raise :class:`UBUnsupportedError` with the reason.
+
+    ``methods`` tells what a policy has chosen for now, by GEMM; without one it is empty.
+    """
     import transformer_engine.pytorch.module._common as common
     from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
     from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
     from transformer_engine.pytorch.module.linear import Linear
     from transformer_engine.pytorch.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
 
-    no_ring = frozenset(comm.name for comm in communicators if _splits_by_rows(comm))
+    configured = frozenset(comm.name for comm in communicators if _splits_by_rows(comm))
+
+    def no_ring(name: str) -> bool:
+        chosen = methods().get(name)
+        return name in configured if chosen in (None, "none") else chosen != "ring_exchange"
+
+    def ring_chosen(name: str) -> bool:
+        return methods().get(name) == "ring_exchange"
+
     for module in (Linear, LayerNormLinear, LayerNormMLP):
         patches.replace(module, "forward", functools.partial(_refuse_modules, no_ring=no_ring))
     patches.replace(
-        UserbuffersBackwardLinear, "_functional_backward", functools.partial(_refuse_operations, no_ring=no_ring)
+        UserbuffersBackwardLinear,
+        "_functional_backward",
+        functools.partial(_refuse_operations, no_ring=no_ring, ring_chosen=ring_chosen),
     )
     if hasattr(common, "WeightGradStore"):
         regions = tuple(_region(comm.reference()) for comm in communicators if comm.skipped != CUBLASMP)
@@ -71,7 +87,7 @@ def _splits_by_rows(comm: Communicator) -> bool:
     return comm.name.split("/")[0] in DGRAD_REDUCE_SCATTER and not ring and comm.skipped != CUBLASMP
 
 
-def _refuse_modules(original: Callable[..., Any], no_ring: frozenset[str]) -> Callable[..., Any]:
+def _refuse_modules(original: Callable[..., Any], no_ring: Callable[[str], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if (self.ub_bulk_wgrad or self.ub_overlap_rs_dgrad) and torch.is_grad_enabled():
@@ -81,7 +97,7 @@ def _refuse_modules(original: Callable[..., Any], no_ring: frozenset[str]) -> Ca
     return forward
 
 
-def _check_module(module: Any, inp: torch.Tensor, no_ring: frozenset[str]) -> None:
+def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]) -> None:
     name = getattr(module, "ub_name", None)  # LayerNormMLP has none, and looks after its frozen weights itself
     if module.ub_bulk_wgrad and name is not None and inp.requires_grad and _is_frozen(module):
         raise UBUnsupportedError(
@@ -92,24 +108,31 @@ def _check_module(module: Any, inp: torch.Tensor, no_ring: frozenset[str]) -> No
         _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring)
 
 
-def _check_dgrad(layer: str, no_ring: frozenset[str], quantised: bool | None = None) -> None:
+def _check_dgrad(layer: str, no_ring: Callable[[str], bool], quantised: bool | None = None) -> None:
     if quantised is None:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         quantised = FP8GlobalStateManager.is_fp8_enabled()
     name = f"{layer}/fp8" if quantised else layer
-    if name in no_ring and not (quantised and _transposes_fp8_weights()):
+    if no_ring(name) and not (quantised and _transposes_fp8_weights()):
         raise UBUnsupportedError(_pipelined(name))
 
 
-def _refuse_operations(original: Callable[..., Any], no_ring: frozenset[str]) -> Callable[..., Any]:
-    # The fused linear overlaps dgrad with its reduce-scatter when it computes no weight gradient.
+def _refuse_operations(
+    original: Callable[..., Any], no_ring: Callable[[str], bool], ring_chosen: Callable[[str], bool]
+) -> Callable[..., Any]:
+    # The fused linear overlaps dgrad with its reduce-scatter when it computes no weight gradient, else in bulk.
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         frozen = not kwargs.get("weight_requires_grad", True)
         if frozen and kwargs.get("tensor_parallel_mode") == "column" and kwargs.get("input_requires_grad", True):
             quantised = bool(kwargs.get("with_quantized_compute", False))
             _check_dgrad(f"{kwargs['ub_comm_name']}_dgrad", no_ring, quantised)
+        elif kwargs.get("tensor_parallel_mode") == "column" and ring_chosen(f"{kwargs['ub_comm_name']}_dgrad"):
+            raise UBUnsupportedError(
+                f"the policy chose ring_exchange for {kwargs['ub_comm_name']}_dgrad, but a fused linear of te.ops has "
+                "a bulk overlap only: let the policy choose bulk for it, or use te.Linear"
+            )
         return original(*args, **kwargs)
 
     return backward

@@ -24,11 +24,13 @@ from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
 from ..protocol import Alternatives
 from . import hazards
 from . import native as native_file
+from .alternatives import arrange, construct
 from .backend import TEBackend
 from .build import find_te
 from .communicators import Communicator, communicator_name, read_communicators
 from .install import stock
 from .patches import Patches
+from .plans import Plans
 from .shutdown import Bootstrap, destroy_objects
 
 logger = logging.getLogger("ub_dynamic")
@@ -56,11 +58,11 @@ def create_te_backend(
     communicators are made all the same and stay at capacity. Without ``bootstrap_backend`` gloo is taken, else
     NCCL: never MPI, which TE prefers and which ends ranks that no mpirun started.
 
+    ``alternatives``: what a policy may choose for each GEMM. It needs the native file, and BF16 alone.
+
     Raises :class:`UBStateError` if TE is initialised already, the :class:`UBShapeError` family,
     :class:`UBUnsupportedError`, and what TE raises; TE can be initialised again afterwards.
     """
-    if alternatives:
-        raise UBUnsupportedError("the TE backend cannot choose by T yet: leave policy out")
     base = _import_te()
     if vars(base)["_ub_communicators"] is not None:
         raise UBStateError("TE's UserBuffers are already initialised, not by this package: call te.destroy_ub")
@@ -71,8 +73,15 @@ def create_te_backend(
         resolve_specs(capacity, tp_size, dtype, cfg)  # raises for what TE or its kernels would not take
         if not with_cublasmp:
             hazards.refuse_pipelined_dgrad(mode != base.UserBufferQuantizationMode.NONE, cfg)
+    arrangement = None
+    if alternatives:
+        _check_choosing(modes, base, with_cublasmp)
+        arrangement = arrange(alternatives, cfgs[0], capacity, tp_size, dtype)
+        cfgs = [arrangement.ub_cfgs]
     native, reason = _load_native(group)
-    bootstrap = Bootstrap()
+    if arrangement is not None and native is None:
+        raise UBUnsupportedError(f"a policy needs the native file: {reason}")
+    bootstrap, plans = Bootstrap(), None
     try:
         with _kept(bootstrap):
             _call_stock(
@@ -84,12 +93,22 @@ def create_te_backend(
                 bootstrap_backend=bootstrap_backend or ("gloo" if dist.is_gloo_available() else "nccl"),
                 with_cublasmp=with_cublasmp,
             )
+        if arrangement is not None and native is not None:
+            construct(arrangement, _table(base), modes[0], capacity, tp_size, dtype, native, bootstrap)
         communicators = read_communicators(_table(base), capacity, native, reason)
         registry, reason = _register(native, communicators, group)
         if reason:
             communicators = read_communicators(_table(base), capacity, None, reason)
-        backend = TEBackend(communicators, capacity, group, native=native, registry=registry, bootstrap=bootstrap)
+        if arrangement is not None and native is not None:
+            if reason:
+                raise UBUnsupportedError(f"a policy needs the native file: {reason}")
+            plans = Plans(arrangement, communicators, native, registry, vars(base), modes[0])
+        backend = TEBackend(
+            communicators, capacity, group, native=native, registry=registry, bootstrap=bootstrap, plans=plans
+        )
     except BaseException as error:
+        if plans is not None:
+            plans.close()
         # A half-filled table would refuse the next initialize_ub, and the traceback's variables keep it alive.
         traceback.clear_frames(error.__traceback__)
         destroy_objects({communicator_name(key): weakref.ref(obj) for key, obj in _table(base).items()}, native)
@@ -142,6 +161,16 @@ def _modes(base: ModuleType, modes: Sequence[Any] | None, use_fp8: bool) -> list
     return chosen
 
 
+def _check_choosing(modes: Sequence[Any], base: ModuleType, with_cublasmp: bool) -> None:
+    if with_cublasmp:
+        raise UBUnsupportedError("a policy chooses between TE's own communicators, cuBLASMp has others: leave one out")
+    if list(modes) != [base.UserBufferQuantizationMode.NONE]:
+        raise UBUnsupportedError(
+            f"a policy chooses for BF16 alone, not for quantization modes {[mode.value for mode in modes]}: FP8 modes "
+            "have communicators of their own, and one flag of a layer serves both"
+        )
+
+
 def _cfgs(ub_cfgs: Any, count: int) -> list[dict[str, Any] | None]:
     """One configuration a mode. A name that maps to None, as Megatron's presets have it, keeps its default."""
     given = [ub_cfgs] * count if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
@@ -190,8 +219,16 @@ def _kept(bootstrap: Bootstrap) -> Iterator[None]:
     def bound(original: Any) -> Any:
         return lambda *args, **kwargs: original(*args, **{"timeout": limit, **kwargs})
 
+    def note(original: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            bootstrap.usual = kwargs
+            return original(*args, **kwargs)
+
+        return make
+
     patches = Patches()
     patches.replace(tex, "CommOverlapHelper", keep)
+    patches.replace(tex, "CommOverlap", note)
     patches.replace(dist, "new_group", bound)
     patches.replace(dist, "new_subgroups_by_enumeration", bound)
     try:

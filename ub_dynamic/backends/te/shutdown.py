@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -31,10 +31,14 @@ logger = logging.getLogger("ub_dynamic")
 
 @dataclass
 class Bootstrap:
-    """What TE's ``initialize_ub`` makes for the shared communicator: its helper, and the helper's process groups."""
+    """What TE's ``initialize_ub`` makes for the shared communicator: its helper, and the helper's process groups.
+
+    ``usual``: the keywords that TE gave its last ``CommOverlap``.
+    """
 
     helper: Any = None
     groups: tuple[Any, ...] = ()
+    usual: dict[str, Any] = field(default_factory=dict)
 
     def release(self, group: Group) -> None:
         """Drop the helper and end its groups, which TE makes anew each time, and leaves behind."""

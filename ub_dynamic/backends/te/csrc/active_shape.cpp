@@ -8,12 +8,9 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "board.h"
-#include "members.h"
-
-namespace py = pybind11;
+#include "registry.h"
 
 namespace ub_dynamic {
 namespace {
@@ -27,107 +24,6 @@ const char *dtype_name(te::DType dtype) {
     default: return "other";
   }
 }
-
-void reshape(te::TensorWrapper &tensor, char *data, te::DType dtype, size_t rows, size_t hidden) {
-  NVTEShape shape;
-  shape.ndim = 2;
-  shape.data[0] = rows;
-  shape.data[1] = hidden;
-  tensor.set_rowwise_data(data, dtype, shape);
-}
-
-bool is_alive(PyObject *reference) {
-#if PY_VERSION_HEX >= 0x030D0000
-  PyObject *object = nullptr;
-  if (PyWeakref_GetRef(reference, &object) != 1) return false;
-  Py_DECREF(object);
-  return true;
-#else
-  return PyWeakref_GetObject(reference) != Py_None;
-#endif
-}
-
-// One communicator with all that a change of shape needs.
-struct Entry {
-  py::weakref alive;
-  te::TensorWrapper *ubuf;
-  std::vector<te::TensorWrapper> *chunks;  // null for a CommOverlap
-  char *data;
-  te::DType dtype;
-  size_t hidden, row_bytes, tp, capacity;
-
-  void apply(size_t tokens) {
-    if (chunks == nullptr) {
-      reshape(*ubuf, data, dtype, tokens, hidden);
-      return;
-    }
-    const size_t rows = tokens / tp;
-    reshape(*ubuf, data, dtype, rows * chunks->size(), hidden);
-    char *position = data;
-    for (auto &chunk : *chunks) {
-      reshape(chunk, position, dtype, rows, hidden);
-      position += rows * row_bytes;
-    }
-  }
-
-  size_t tokens() const {
-    const size_t rows = ubuf->size(0);
-    return chunks == nullptr ? rows : rows / chunks->size() * tp;
-  }
-
-  void check(size_t tokens) const {
-    if (tokens == 0 || tokens > capacity || tokens % tp != 0) {
-      throw py::value_error("T = " + std::to_string(tokens) + " is not a multiple of tp = " + std::to_string(tp) +
-                            " between 1 and " + std::to_string(capacity));
-    }
-    if (!is_alive(alive.ptr())) throw std::runtime_error("a communicator was destroyed behind the registry's back");
-  }
-};
-
-// The communicators of the process that follow the active shape. Holds no reference to them.
-class Registry {
- public:
-  // Returns the index for apply_one. `capacity`: tokens that the buffer was registered for.
-  size_t add(py::object communicator, size_t capacity) {
-    Handle handle(communicator);
-    auto &ubuf = handle.core->*Core::ubuf;
-    const auto shape = ubuf.shape();
-    if (shape.ndim != 2 || ubuf.dptr() == nullptr) throw std::runtime_error("its buffer is not a 2-D tensor");
-    Entry entry{py::weakref(communicator), &ubuf, nullptr, static_cast<char *>(ubuf.dptr()), ubuf.dtype(),
-                shape.data[1], shape.data[1] * ubuf.element_size(),
-                static_cast<size_t>(handle.core->*Core::tp_size), capacity};
-    if (handle.p2p != nullptr) entry.chunks = &(handle.p2p->*P2P::chunks);
-    if (entry.tp == 0 || (entry.chunks != nullptr && entry.chunks->empty()) || entry.tokens() != capacity) {
-      throw std::runtime_error("its buffer does not have the shape that it was registered with");
-    }
-    entries_.push_back(std::move(entry));
-    return entries_.size() - 1;
-  }
-
-  // Gives all communicators the active shape [tokens, H], or changes none and throws.
-  void apply(size_t tokens) {
-    for (auto &entry : entries_) entry.check(tokens);
-    for (auto &entry : entries_) entry.apply(tokens);
-  }
-
-  void apply_one(size_t index, size_t tokens) {
-    auto &entry = entries_.at(index);
-    entry.check(tokens);
-    entry.apply(tokens);
-  }
-
-  size_t active(size_t index) const {
-    const auto &entry = entries_.at(index);
-    if (!is_alive(entry.alive.ptr())) throw std::runtime_error("the communicator was destroyed");
-    return entry.tokens();
-  }
-
-  void clear() { entries_.clear(); }
-  size_t size() const { return entries_.size(); }
-
- private:
-  std::vector<Entry> entries_;
-};
 
 // What a communicator says about itself; `chunks` holds (data pointer, rows, hidden) of each ring chunk.
 py::dict inspect(py::object communicator) {
@@ -161,6 +57,8 @@ py::dict inspect(py::object communicator) {
     }
     facts["reduce_scatter"] = ring.*P2P::is_reduce_scatter;
     facts["aggregate"] = ring.*P2P::aggregate;
+  } else if (Base::first_gemm() != nullptr) {
+    facts["first_gemm"] = handle.base->*Base::first_gemm();
   }
   facts["chunks"] = py::tuple(chunks);
   return facts;
@@ -180,6 +78,23 @@ void set_settings(py::object communicator, int num_splits, int num_sm, int math_
   core.*Core::num_splits = num_splits;
   core.*Core::num_comm_sm = num_sm;
   core.*Core::math_sms = math_sms;
+}
+
+// Points a CommOverlap at the registered memory of another communicator: from then on both use one buffer, in turn.
+// Its own, which may be small, stays registered and idle.
+void adopt(py::object communicator, py::object owner, size_t tokens) {
+  Handle handle(communicator), other(owner);
+  if (handle.base == nullptr) throw py::type_error("a ring exchange owns its memory, it cannot use another's");
+  auto &mine = handle.core->*Core::ubuf;
+  auto &theirs = other.core->*Core::ubuf;
+  const size_t hidden = mine.size(1), itemsize = mine.element_size();
+  const bool same = theirs.size(1) == hidden && theirs.element_size() == itemsize &&
+                    other.core->*Core::tp_size == handle.core->*Core::tp_size;
+  if (!same || other.core->*Core::region < 0 || theirs.size(0) < tokens) {
+    throw py::value_error("the memory of the owner does not hold " + std::to_string(tokens) + " rows like its own");
+  }
+  handle.core->*Core::region = other.core->*Core::region;
+  reshape(mine, static_cast<char *>(theirs.dptr()), mine.dtype(), tokens, hidden);
 }
 
 // Keeps a communicator that outlived the others from ever being destroyed: its destructor would destroy whatever
@@ -223,12 +138,17 @@ void destroy_shared() {
 PYBIND11_MODULE(active_shape, m) {
   using namespace ub_dynamic;
   m.doc() = "Shapes of Transformer Engine's UserBuffers communicators";
+  py::class_<Plan>(m, "Plan", py::module_local());
   py::class_<Registry>(m, "Registry", py::module_local())
       .def(py::init<>())
       .def("add", &Registry::add, py::arg("communicator"), py::arg("capacity"))
       .def("apply", &Registry::apply, py::arg("tokens"))
       .def("apply_one", &Registry::apply_one, py::arg("index"), py::arg("tokens"))
       .def("active", &Registry::active, py::arg("index"))
+      .def("pair", &Registry::pair, py::arg("first_key"), py::arg("second_key"), py::arg("first"), py::arg("second"))
+      .def("use_table", &Registry::use_table, py::arg("namespace"), py::arg("name"))
+      .def("plan", &Registry::plan, py::arg("settings"), py::arg("exchanged"))
+      .def("switch", &Registry::switch_to, py::arg("plan"))
       .def("clear", &Registry::clear)
       .def("__len__", &Registry::size);
   py::class_<Board>(m, "Board", py::module_local())
@@ -239,6 +159,7 @@ PYBIND11_MODULE(active_shape, m) {
   m.def("settings", &settings, py::arg("communicator"));
   m.def("set_settings", &set_settings, py::arg("communicator"), py::arg("num_splits"), py::arg("num_sm"),
         py::arg("math_sms"));
+  m.def("adopt", &adopt, py::arg("communicator"), py::arg("owner"), py::arg("tokens"));
   m.def("bury", &bury, py::arg("communicator"));
   m.def("shared_exists", &Core::shared_exists);
   m.def("destroy_shared", &destroy_shared);

@@ -31,6 +31,19 @@ struct Core : te::CommOverlapCore {
   static bool shared_exists() { return _comm_created; }
 };
 
+struct Base : te::CommOverlapBase {
+  using Flag = bool te::CommOverlapBase::*;
+
+  // Null where this version of Transformer Engine has no such member.
+  static constexpr Flag first_gemm() { return find<Base>(nullptr); }
+
+ private:
+  template <class Self>
+  static constexpr Flag find(decltype(&Self::_rs_overlap_first_gemm) *) { return &Self::_rs_overlap_first_gemm; }
+  template <class Self>
+  static constexpr Flag find(...) { return nullptr; }
+};
+
 struct P2P : te::CommOverlapP2PBase {
   static constexpr auto chunks = &P2P::_ubufs;
   static constexpr auto is_reduce_scatter = &P2P::_is_reduce_scatter;
@@ -42,6 +55,7 @@ struct P2P : te::CommOverlapP2PBase {
 struct Handle {
   te::CommOverlapCore *core = nullptr;
   te::CommOverlapP2PBase *p2p = nullptr;  // null for a CommOverlap
+  te::CommOverlapBase *base = nullptr;    // null for a CommOverlapP2P
 
   explicit Handle(pybind11::handle object) {
     pybind11::detail::make_caster<te::CommOverlapP2PBase> ring;
@@ -49,8 +63,8 @@ struct Handle {
       core = p2p = static_cast<te::CommOverlapP2PBase *>(ring);
       return;
     }
-    pybind11::detail::make_caster<te::CommOverlapBase> base;
-    if (base.load(object, false)) core = static_cast<te::CommOverlapBase *>(base);
+    pybind11::detail::make_caster<te::CommOverlapBase> other;
+    if (other.load(object, false)) core = base = static_cast<te::CommOverlapBase *>(other);
     if (core == nullptr) {
       throw pybind11::type_error(
           "not a communicator of Transformer Engine, or one whose extension was built with another pybind11 ABI");
