@@ -7,8 +7,8 @@ memory that all ranks of the host share, and compares what the others have publi
 waits for anybody, except in :meth:`RankBoard.wait_for_all`.
 
 The memory is a file that is unlinked as soon as every rank has opened it: nothing is left behind,
-however a rank ends. One record is one aligned 8-byte word (change number in the upper half, T in the
-lower), so that a reader never sees half of it.
+however a rank ends. One record is one aligned 8-byte word (change number in the upper half; in the lower the
+index of the communicator, 0 for all of them, in 6 bits, and T in 26), so that a reader never sees half of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from .groups import Group, default_timeout_s
 
 _HEADER = 2  # words a rank: latest change number, process id
 _MASK = (1 << 32) - 1
+_TOKEN_BITS, _INDEX_BITS = 26, 6
+_TOKENS = (1 << _TOKEN_BITS) - 1
 
 
 class RankBoard:
@@ -49,6 +51,7 @@ class RankBoard:
         self._own = self.rank * self._stride
         self._others = tuple((rank, rank * self._stride) for rank in range(self.size) if rank != self.rank)
         self._compared = array("q", [0] * self.size)  # per rank: up to which change it was compared with ours
+        self._names: tuple[str, ...] = ()
         self._fast: Callable[[int], bool] | None = None
         self._words[self._own + 1] = os.getpid()
         group.barrier("opening the rank board")
@@ -58,12 +61,24 @@ class RankBoard:
         """Shape changes that this rank has published."""
         return self._words[self._own]
 
-    def exchange(self, tokens: int) -> None:
+    def name_communicators(self, names: Sequence[str], max_tokens: int) -> None:
+        """What the index of a change of one communicator, from 1 on, stands for; the same on every rank.
+
+        Raises :class:`UBUnsupportedError` where a record has no room for as many, or for T up to ``max_tokens``.
+        """
+        if len(names) >= 1 << _INDEX_BITS or max_tokens > _TOKENS:
+            raise UBUnsupportedError(
+                f"the rank board has room for {(1 << _INDEX_BITS) - 1} communicators and T up to {_TOKENS}, not for "
+                f'{len(names)} and {max_tokens}: pass check="never"'
+            )
+        self._names = tuple(names)
+
+    def exchange(self, tokens: int, communicator: int = 0) -> None:
         """:meth:`publish` and :meth:`check` in one call."""
         if self._fast is None:
-            self.publish(tokens)
+            self.publish(tokens, communicator)
             self.check()
-        elif not self._fast(tokens):
+        elif not self._fast(communicator << _TOKEN_BITS | tokens):
             self.check()
 
     def use_native(self, make: Callable[..., Any]) -> None:
@@ -74,11 +89,11 @@ class RankBoard:
         """
         self._fast = make(self._words, self._compared, self.rank, self.size, self._slots, self._ahead).exchange
 
-    def publish(self, tokens: int) -> None:
-        """Write this rank's next change; no wait, no check."""
+    def publish(self, tokens: int, communicator: int = 0) -> None:
+        """Write this rank's next change, of all communicators or of one (by index, from 1); no wait, no check."""
         words, own = self._words, self._own
         calls = words[own] + 1
-        words[own + _HEADER + calls % self._slots] = calls << 32 | tokens
+        words[own + _HEADER + calls % self._slots] = calls << 32 | communicator << _TOKEN_BITS | tokens
         words[own] = calls
 
     def check(self) -> None:
@@ -176,10 +191,16 @@ class RankBoard:
             if latest < wanted or not latest or record >> 32 != wanted:
                 parts.append(f"rank {self.members[rank]}: {latest} changes so far")
             elif call is None:
-                parts.append(f"rank {self.members[rank]}: T = {record & _MASK} (change {latest})")
+                parts.append(f"rank {self.members[rank]}: {self._change(record)} (change {latest})")
             else:
-                parts.append(f"rank {self.members[rank]}: T = {record & _MASK}")
+                parts.append(f"rank {self.members[rank]}: {self._change(record)}")
         return "; ".join(parts)
+
+    def _change(self, record: int) -> str:
+        tokens, index = record & _TOKENS, (record & _MASK) >> _TOKEN_BITS
+        if not index:
+            return f"T = {tokens}"
+        return f"T = {tokens} of {self._names[index - 1] if index <= len(self._names) else f'communicator {index}'}"
 
     def dead_ranks(self) -> list[int]:
         """World ranks whose process has ended (same host only, which is all that a board spans)."""

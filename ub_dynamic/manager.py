@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,15 +14,17 @@ import torch
 
 from .backends.protocol import Backend
 from .board import RankBoard
-from .errors import UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
+from .errors import UBCapacityError, UBDynamicError, UBShapeError, UBStateError, UBUnsupportedError
+from .overlap import OverlapConfig
 from .policy import Choice, Policy
-from .rules import TokenRule, check_tokens, combine, token_rule
+from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
 from .shapes import Shape, parse_shape
 
 Check = Literal["deferred", "strict", "never"]
 Output = TypeVar("Output")
 
 
+_NO_PLAN: Any = object()
 _NOTHING_CHOSEN: Mapping[str, Choice] = MappingProxyType({})
 
 
@@ -73,12 +75,10 @@ class Manager:
         timeout_s: float | None = None,
         policy: Policy | None = None,
     ) -> None:
-        if check not in ("deferred", "strict", "never"):
-            raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
+        check_arguments(check, timeout_s)
         if check != "never" and board is None and any(spec.tp > 1 for spec in backend.specs.values()):
             raise UBStateError(f"check = {check!r} compares TP ranks on a rank board, and there is none")
-        for spec in backend.specs.values():
-            check_tokens(spec, capacity[0])
+        check_capacity(backend.specs.values())
         self.backend = backend
         self.capacity = capacity
         self.check: Check = check
@@ -94,10 +94,12 @@ class Manager:
         self._lock = threading.RLock()
         self._updated = tuple(backend.specs)
         self._skipped = MappingProxyType(dict(backend.skipped))
+        if self._board is not None:
+            self._board.name_communicators(self._updated, capacity[0])
         self.policy = policy
-        self._stage = -1
+        self._stage, self._standing = -1, _NO_PLAN
         self._overlap = _NOTHING_CHOSEN
-        self._plans = () if policy is None else tuple(self._plan(stage) for stage in policy.stages)
+        self._plans = () if policy is None else self._plan(policy)
         if policy is not None:
             self._switch(policy, policy.stage(self._tokens))
         if guard or auto:
@@ -174,13 +176,24 @@ class Manager:
 
     @contextmanager
     def active_shape(self, shape: Iterable[int]) -> Iterator[ShapeReport]:
-        """``with active_shape([T, H]):`` restores the previous shape at the end, after exceptions too."""
-        before = self.active
+        """``with active_shape([T, H]):`` restores the previous shapes at the end, after exceptions too: that of all
+        communicators, and those that :meth:`set_buffer_active_shape` gave to single ones."""
+        before, single = self.active, dict(self._single)
         report = self.set_active_shape(shape)
         try:
             yield report
-        finally:
-            self.set_active_shape(before)
+        except BaseException:
+            # What ended the block says more than that the shape cannot be restored, which after a failed overlap it
+            # often cannot.
+            with suppress(UBDynamicError):
+                self._restore(before, single)
+            raise
+        self._restore(before, single)
+
+    def _restore(self, shape: Shape, single: Mapping[str, int]) -> None:
+        self.set_active_shape(shape)
+        for name, tokens in single.items():
+            self._set_named(tokens, [name])
 
     @contextmanager
     def microbatch(self, batch: Any) -> Iterator[Microbatch]:
@@ -193,7 +206,13 @@ class Manager:
                 loss = mb.bind_backward(model(tokens))
             loss.backward()  # at any later time, whatever the active shape is by then
         """
-        handle = Microbatch(self, self.check_shape((tokens_of(batch), self._hidden)))
+        tokens = tokens_of(batch)
+        if not hasattr(tokens, "__index__"):
+            raise UBShapeError(
+                "microbatch takes a number of tokens T, or a PackedBatch (anything with local_tokens or total_tokens), "
+                f"not {tokens!r}"
+            )
+        handle = Microbatch(self, self.check_shape((tokens, self._hidden)))
         with self.active_shape(handle.shape):
             yield handle
 
@@ -242,12 +261,10 @@ class Manager:
         if not self._rule.accepts(tokens):
             self._refuse(tokens)
         self._refuse_while_busy(tokens)
-        if self._board is not None:
-            if self._strict:
-                self._board.publish(tokens)
-                self._board.wait_for_all(self._timeout_s)
-            else:
-                self._board.exchange(tokens)
+        if self._strict:
+            self._compare(tokens)
+        elif self._board is not None:
+            self._board.exchange(tokens)
         if self.policy is not None and (stage := self.policy.stage(tokens)) != self._stage:
             self._switch(self.policy, stage)
         self.backend.apply(tokens)
@@ -256,12 +273,23 @@ class Manager:
         if self._single:
             self._single = {}
 
-    def _plan(self, stage: Mapping[str, Choice]) -> Any:
-        return self.backend.plan({gemm: choice.config for gemm, choice in stage.items()})
+    def _plan(self, policy: Policy) -> tuple[Any, ...]:
+        """A plan for each stage, the same one where the configurations are the same."""
+        plans: dict[frozenset[tuple[str, OverlapConfig]], Any] = {}
+        found = []
+        for stage in policy.stages:
+            choices = {gemm: choice.config for gemm, choice in stage.items()}
+            key = frozenset(choices.items())
+            if key not in plans:
+                plans[key] = self.backend.plan(choices)
+            found.append(plans[key])
+        return tuple(found)
 
     def _switch(self, policy: Policy, stage: int) -> None:
-        self.backend.switch(self._plans[stage])
-        self._stage, self._overlap = stage, policy.stages[stage]
+        plan = self._plans[stage]
+        if plan is not self._standing:
+            self.backend.switch(plan)
+        self._standing, self._stage, self._overlap = plan, stage, policy.stages[stage]
 
     def _refuse(self, tokens: int) -> None:
         """Raise the error that fits: that of the first communicator that cannot take T."""
@@ -282,15 +310,33 @@ class Manager:
             raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
 
     def _set_named(self, tokens: int, names: Iterable[str]) -> ShapeReport:
-        chosen = (names,) if isinstance(names, str) else tuple(names)
+        chosen = tuple(dict.fromkeys(self._with_alternatives((names,) if isinstance(names, str) else names)))
         for name in chosen:
             check_tokens(self._spec(name), tokens)
         with self._lock:
             self._refuse_while_busy(tokens)
             for name in chosen:
+                self._compare(tokens, self._updated.index(name) + 1)
+            for name in chosen:
                 self.backend.apply_one(name, tokens)
                 self._single[name] = tokens
         return ShapeReport((tokens, self._hidden), chosen, self._skipped, self._overlap)
+
+    def _with_alternatives(self, names: Iterable[str]) -> Iterator[str]:
+        """A GEMM's communicators of every method: whichever stands there by a policy, it has this shape."""
+        for name in names:
+            yield name
+            yield from (other for other in self._updated if other.startswith(f"{name} ("))
+
+    def _compare(self, tokens: int, communicator: int = 0) -> None:
+        """Tell the other ranks of a change, and compare; before it is made, so that a refused one changes nothing."""
+        if self._board is None:
+            return
+        if self._strict:
+            self._board.publish(tokens, communicator)
+            self._board.wait_for_all(self._timeout_s)
+        else:
+            self._board.exchange(tokens, communicator)
 
     def _spec(self, name: str) -> Any:
         if name in self._skipped:
@@ -313,6 +359,15 @@ class Manager:
             f"{name}: the microbatch has {tokens} tokens, the active shape is {expected} tokens; "
             f"call set_ub_active_shape([{tokens}, {self._hidden}]) first"
         )
+
+
+def check_arguments(check: Any, timeout_s: Any) -> None:
+    """Raise :class:`UBStateError` for a kind of check, or a time to wait, that there is none of."""
+    if check not in ("deferred", "strict", "never"):
+        raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and timeout_s > 0):
+        raise UBStateError(f"timeout = {timeout_s!r}: it is a positive number of seconds, or None")
 
 
 _PLAIN = (list, tuple)

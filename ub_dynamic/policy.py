@@ -73,7 +73,17 @@ def policy_of(choose: ChooseOverlap, gemms: Sequence[str], tokens: Iterable[int]
     starts: list[int] = []
     stages: list[Choices] = []
     for count in tokens:
-        chosen = {gemm: Choice(config, "chosen by the callable") for gemm in gemms if (config := choose(gemm, count))}
+        chosen = {}
+        for gemm in gemms:
+            config = choose(gemm, count)
+            if config is None:
+                continue
+            if not isinstance(config, OverlapConfig):
+                raise UBShapeError(
+                    f"the policy returned {config!r} for {gemm} at T = {count}: it returns an OverlapConfig, or None "
+                    "for the configured one"
+                )
+            chosen[gemm] = Choice(config, "chosen by the callable")
         if not stages or chosen != stages[-1]:
             starts.append(count)
             stages.append(MappingProxyType(chosen))

@@ -12,7 +12,7 @@ communicator                   rule (b bytes an element, N = T*H, c = N/tp)
 =============================  ==================================================================
 every one                      0 < T <= T_cap, T % tp == 0
 bulk AG, RS                    c*b % 16 == 0 (16-byte lines), N*b >= 128, N*b < 2^32, tp in 2..32
-pipeline RS                    H % (8*num_splits) == 0, N/num_splits >= 64, N < 2^31, tp in 2..32
+pipeline RS                    H*b % (16*num_splits) == 0, N*b/num_splits >= 128, N*b < 2^32, tp in 2..32
 ring AG, copy engines          c*b*(tp-1) < 2^31 (32-bit byte offsets)
 ring AG, SM copies             c*b % 16 == 0, num_sm == 1, c*b*(tp-1) < 2^31
 ring RS                        c % 32 == 0, c*b*(2*tp-2) < 2^31
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,11 +93,11 @@ def check_spec(spec: CommSpec) -> None:
     for count, setting in ((spec.num_splits, "num_splits"), (spec.num_sm, "num_sm")):
         if count < 1:
             raise UBShapeError(f"{where}: {setting} = {count} must be at least 1")
-    hidden = spec.capacity[1]
-    if spec.method == "pipeline" and hidden % (8 * spec.num_splits):
+    hidden, line = spec.capacity[1], _LINE_BYTES // kernel_itemsize(spec.dtype)
+    if spec.method == "pipeline" and hidden % (line * spec.num_splits):
         raise UBAlignmentError(
-            f"{where}: H = {hidden} must be a multiple of 8 * num_splits = {8 * spec.num_splits}; "
-            f"the next valid H is {_round_up(hidden, 8 * spec.num_splits)}"
+            f"{where}: H = {hidden} must be a multiple of {line} * num_splits = {line * spec.num_splits}; "
+            f"the next valid H is {_round_up(hidden, line * spec.num_splits)}"
         )
     if spec.method != "ring_exchange":
         return
@@ -113,6 +113,23 @@ def check_spec(spec: CommSpec) -> None:
             "use num_sm = 1",
             stacklevel=3,
         )
+
+
+def check_capacity(specs: Iterable[CommSpec]) -> None:
+    """Raise unless each communicator works at its whole capacity; the text names the rule and the next valid one."""
+    following = [spec for spec in specs if spec.method != "external"]
+    unbounded = [replace(spec, capacity=(INT32_LIMIT, spec.capacity[1])) for spec in following]
+    for spec, free in zip(following, unbounded, strict=True):
+        tokens, hidden = spec.capacity
+        try:
+            check_tokens(free, tokens)
+        except UBShapeError as error:
+            rule = combine(map(token_rule, unbounded), INT32_LIMIT)
+            try:
+                valid = f"the next valid capacity is [{rule.round_up(tokens)}, {hidden}]"
+            except UBCapacityError:
+                valid = f"the largest valid capacity is [{rule.maximum}, {hidden}]"
+            raise type(error)(f"capacity [{tokens}, {hidden}]: {error}; {valid}") from None
 
 
 def check_tokens(spec: CommSpec, tokens: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UBShapeError, UBUnsupportedError
 from ..overlap import OverlapConfig, OverlapMethod
-from ..rules import check_spec, check_tokens
+from ..rules import check_capacity, check_spec
 from ..shapes import METHODS, Collective, CommSpec, Method, Shape
 
 # name -> (default method, collective)
@@ -46,10 +46,44 @@ GEMM_METHODS: Mapping[str, tuple[OverlapMethod, ...]] = {
     "fc2_fprop": ("none", "pipeline", "ring_exchange"),
     "fc2_dgrad": ("none", "ring_exchange"),
 }
+# The settings of one communicator in ub_cfgs, which TE passes on as keywords and would refuse in the middle of
+# registering (the keywords of add_ub in TE 2.10 to 2.20).
+CFG_KEYS = (
+    "method",
+    "is_reduce_scatter",
+    "num_sm",
+    "cga_size",
+    "set_sm_margin",
+    "num_splits",
+    "aggregate",
+    "atomic_gemm",
+    "use_ce",
+    "fp8_buf",
+    "comm_priority",
+    "gemm_priority",
+    "pipeline_rs_overlap_first_gemm",
+)
 # these hold a quantised all-gather in FP8 modes; the others stay in the high-precision dtype
 FP8_BUFFERS = frozenset(
     {"qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad"}
 )
+
+
+def check_cfgs(ub_cfgs: Any) -> None:
+    """Raise :class:`UBShapeError` unless ``ub_cfgs`` maps known communicators to known settings, or is None."""
+    if ub_cfgs is None:
+        return
+    if not isinstance(ub_cfgs, Mapping):
+        raise UBShapeError(f"ub_cfgs = {ub_cfgs!r}: it maps communicator names to mappings of settings")
+    for name, cfg in ub_cfgs.items():
+        if name not in LAYERS:
+            raise UBShapeError(f"ub_cfgs names the unknown communicator {name!r}; known are {', '.join(LAYERS)}")
+        if cfg is None:
+            continue
+        if not isinstance(cfg, Mapping):
+            raise UBShapeError(f"ub_cfgs[{name!r}] = {cfg!r}: it maps settings to values, or is None")
+        if unknown := [key for key in cfg if key not in CFG_KEYS]:
+            raise UBShapeError(f"{name}: unknown setting {unknown[0]!r}; known are {', '.join(CFG_KEYS)}")
 
 
 def resolve_specs(
@@ -58,14 +92,12 @@ def resolve_specs(
     """The communicators that ``initialize_ub(shape, tp, dtype=dtype, ub_cfgs=ub_cfgs)`` makes, in TE's order.
 
     ``shape`` is the capacity ``[T_cap, H]``. ``ub_cfgs`` maps a layer name to TE's settings ``method``,
-    ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (others are TE's alone and ignored here); a name
-    that maps to None, as Megatron's presets have it, keeps its default. Raises :class:`UBShapeError` for
-    unknown names and methods, and what :mod:`ub_dynamic.rules` refuses, at T = capacity too.
+    ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (the other :data:`CFG_KEYS` are TE's alone and ignored
+    here); a name that maps to None, as Megatron's presets have it, keeps its default. Raises :class:`UBShapeError`
+    for unknown names, settings and methods, and what :mod:`ub_dynamic.rules` refuses, at T = capacity too.
     """
+    check_cfgs(ub_cfgs)
     cfgs = {name: cfg for name, cfg in (ub_cfgs or {}).items() if cfg is not None}
-    for name in cfgs:
-        if name not in LAYERS:
-            raise UBShapeError(f"ub_cfgs names the unknown communicator {name!r}; known are {', '.join(LAYERS)}")
     specs = []
     absent = set()
     for name, (default, _) in LAYERS.items():
@@ -81,9 +113,8 @@ def resolve_specs(
         if name not in absent:
             spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))
             check_spec(spec)
-            if spec.method != "external":
-                check_tokens(spec, shape[0])
             specs.append(spec)
+    check_capacity(specs)
     return tuple(specs)
 
 
@@ -161,7 +192,5 @@ def registered_specs(
                 if spec is not None:
                     splits = max(spec.num_splits, made.get(spec.name, spec).num_splits)
                     made[spec.name] = replace(made.get(spec.name, spec), num_splits=splits)
-    for spec in made.values():
-        if spec.method != "external":
-            check_tokens(spec, spec.capacity[0])
+    check_capacity(made.values())
     return tuple(made.values())
