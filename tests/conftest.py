@@ -11,17 +11,22 @@ import torch
 
 pytest_plugins = ["ub_dynamic.testing.mpi_plugin"]
 
+# They wait for timeouts and for processes to start or end, and leave the processors to the others.
+WAITING = tuple(f"tests/mpi/test_{name}.py" for name in ("host_faults", "launch", "pipeline_faults", "pipeline_killed"))
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n 2`: what starts ranks or uses a GPU, in one worker; all else, file by file, in the other."""
+    """With `pytest -n 2`: two tests that keep several ranks busy, or a GPU, never run at the same time."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class RanksInOneWorker(LoadScopeScheduling):
+    class BusyRanksInOneWorker(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(("tests/mpi/", "tests/gpu/")) else nodeid.split("::")[0]
+            file = nodeid.split("::")[0]
+            busy = file.startswith(("tests/mpi/", "tests/gpu/")) and file not in WAITING
+            return "busy ranks" if busy else file
 
-    return RanksInOneWorker(config, log)
+    return BusyRanksInOneWorker(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
