@@ -58,7 +58,7 @@ test-te: $(READY_TE)
 $(READY): pyproject.toml $(CONSTRAINTS)
 	python=$$(.ci/find-python 3.10); \
 	test -x $(PY) || "$$python" -m venv $(VENV)
-	$(PY) -m pip install $(PIP_OPTIONS) -e '.[$(MPI),cli,plot,test,dev]'
+	$(PY) -m pip install $(PIP_OPTIONS) -e '.[$(MPI),cli,plot,advise,test,dev]'
 	touch $@
 
 # Transformer Engine's binding is compiled (some 8 minutes) against the torch beside it, so it takes no build

@@ -45,6 +45,7 @@ ARROWS = {
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS,
     "api": BACKEND | {"manager", "packing", "policy", "tuning_table", "backends.host", "backends.te"},
+    "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "bench": None,  # measures everything
     "testing": None,  # tests know everything
     "cli": None,

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import typer
 
+from .advise import advise
+from .bench import bench
 from .build import build
 from .doctor import doctor
 from .layout import layout
 from .one_gpu import one_gpu
 from .schedule import schedule
+from .tune import tune
 
 app = typer.Typer(
     help="Variable token counts for tensor-parallel communication/GEMM overlap.",
@@ -18,8 +21,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command()(advise)
+app.add_typer(bench, name="bench")
 app.command()(build)
 app.command()(doctor)
 app.command()(layout)
 app.command(name="one-gpu")(one_gpu)
 app.command()(schedule)
+app.command()(tune)
