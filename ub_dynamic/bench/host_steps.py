@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of an MLP on the host communicators in every arm: two linears of one shape, on buffers of several kinds.
+
+The arms are those of :mod:`ub_dynamic.bench.te_steps`; ``none`` takes plain collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..backends.host import ColumnParallelLinear, HostBackend, RowParallelLinear
+from ..backends.names import resolve_specs
+from ..policy import Policy
+from .interleave import no_collection
+from .te_steps import choose
+from .worlds import HostWorld
+
+
+class _MLP(torch.nn.Module):
+    """fc1, GELU, fc2; ``like``: with its parameters."""
+
+    def __init__(
+        self,
+        world: HostWorld,
+        hidden: int,
+        ffn: int,
+        like: _MLP | None = None,
+        overlap: bool = True,
+        backend: HostBackend | None = None,
+    ) -> None:
+        super().__init__()
+        self.fc1 = ColumnParallelLinear(
+            hidden, ffn, bias=False, ub_name="fc1", dtype=world.dtype, overlap=overlap, backend=backend
+        )
+        self.fc2 = RowParallelLinear(
+            ffn, hidden, bias=False, ub_name="fc2", dtype=world.dtype, overlap=overlap, backend=backend
+        )
+        if like is not None:
+            self.fc1.weight, self.fc2.weight = like.fc1.weight, like.fc2.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(torch.nn.functional.gelu(self.fc1(x)))
+        return out
+
+
+class HostSteps:
+    """Blocks of steps in each arm; ``exact``: communicators made for exactly so many tokens."""
+
+    def __init__(
+        self, world: HostWorld, capacity: int, hidden: int, ffn: int, exact: int | None, policy: Policy | None
+    ) -> None:
+        self.world, self.capacity, self.hidden, self._policy = world, capacity, hidden, policy
+        options = {} if policy is None else {"policy": policy}
+        self.manager = world.initialize(capacity, hidden, **options)
+        dynamic = _MLP(world, hidden, ffn)
+        self._models = dict.fromkeys(("dynamic", "policy", "pad", "unguarded", "auto"), dynamic)
+        self._models["none"] = _MLP(world, hidden, ffn, dynamic, overlap=False)
+        self._exact: HostBackend | None = None
+        if exact is not None:
+            self._exact = HostBackend(resolve_specs((exact, hidden), world.size, world.dtype), world.group)
+            self._models["exact"] = _MLP(world, hidden, ffn, dynamic, backend=self._exact)
+        self._operand, self._grad = (world.random((capacity // world.size, hidden), seed) for seed in (1, 2))
+
+    def use(self, arm: str) -> None:
+        """The guard and the policy as the arm has them."""
+        self.manager.backend.connect(None)
+        choose(self.manager, self._policy if arm == "policy" else None)
+        self.manager.auto = arm == "auto"
+        if arm in ("dynamic", "policy", "auto"):
+            self.manager.backend.connect(self.manager._on_operand)
+
+    def block(self, arm: str, tokens: int, steps: int) -> float:
+        """Milliseconds a step of ``steps`` steps at T = ``tokens`` (``pad``: at capacity)."""
+        self.use(arm)
+        return self.world.timed(lambda _: self._step(arm, tokens), steps)
+
+    def epoch(self, arm: str, tokens: Sequence[int]) -> float:
+        """Milliseconds of one pass over all microbatches, one step each."""
+        self.block(arm, tokens[0], 1)
+        self.world.meet()
+        with no_collection():
+            begin = time.perf_counter()
+            for each in tokens:
+                self._step(arm, each)
+            return 1000 * (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        self.use("unguarded")
+        self.world.meet()
+        if self._exact is not None:
+            self._exact.destroy()
+        self.world.destroy()
+
+    def _step(self, arm: str, tokens: int) -> None:
+        model, rows = self._models[arm], (self.capacity if arm == "pad" else tokens) // self.world.size
+        if arm in ("dynamic", "policy", "unguarded"):
+            with self.manager.active_shape((tokens, self.hidden)):
+                self._plain(model, rows)
+        else:
+            self._plain(model, rows)
+        if arm == "auto":
+            self.manager.reset_active_shape()
+
+    def _plain(self, model: _MLP, rows: int) -> None:
+        leaf = self._operand[:rows].detach().requires_grad_()
+        model(leaf).backward(self._grad[:rows])
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+class HostFactory:
+    """Makes :class:`HostSteps`."""
+
+    def __init__(self, world: HostWorld, capacity: int, hidden: int, ffn: int, policy: Policy | None = None) -> None:
+        self._world, self._sizes, self._policy = world, (capacity, hidden, ffn), policy
+
+    def __call__(self, exact: int | None, exact_first: bool = False) -> HostSteps:
+        return HostSteps(self._world, *self._sizes, exact, self._policy)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arms that are compared take turns in short blocks; a ratio is taken between blocks of the same round.
+
+A machine warms up, its clocks drift, and an arm that follows a heavy one meets a hotter device. So every arm follows
+every other equally often (a Williams design), the time of a block is that of the slowest rank, and a comparison is
+the median of the ratios within the rounds, with its 95 % interval. Times are milliseconds a step throughout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+BLOCK_MS = 40.0  # a block of steps takes about so long
+LEAST_STEPS = 5  # a block has at least so many, also where a step is longer
+
+Block = Callable[[str, int], float]
+"""``(arm, steps)`` -> milliseconds a step of a block of so many steps, on this rank."""
+Gather = Callable[[Any], list[Any]]
+"""A value of this rank -> those of all ranks, in order; the decisions below are taken from them, so they are equal."""
+
+
+def rounds_of(count: int) -> list[list[int]]:
+    """Orders of ``count`` arms in which each follows each other equally often (Williams 1949).
+
+    ``count`` rounds for an even number, twice as many (each order and its reverse) for an odd one: ABBA for two.
+    """
+    first = [0]
+    for step in range(1, count):
+        first.append((first[-1] + (step if step % 2 else -step)) % count)
+    rounds = [[(arm + turn) % count for arm in first] for turn in range(count)]
+    return rounds if count % 2 == 0 or count == 1 else [order for each in rounds for order in (each, each[::-1])]
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """The median of the ratios of blocks of the same round, and the half width of its 95 % interval.
+
+    The interval is that of the order statistics, which assumes no distribution; below eight rounds it is the whole
+    range that was seen.
+    """
+    found = sorted(one / other for one, other in zip(over, under, strict=True))
+    count = len(found)
+    rank = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return statistics.median(found), (found[count - 1 - rank] - found[rank]) / 2
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half the interquartile range: how far a single block usually is from the median."""
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def slowest(gather: Gather, times: Sequence[float]) -> list[float]:
+    """Each time as the slowest rank has it: the others wait for that one in the next collective."""
+    return [max(each) for each in zip(*gather(list(times)), strict=True)]
+
+
+def calibrate(
+    arms: Sequence[str], block: Block, gather: Gather, block_ms: float = BLOCK_MS, least: int = LEAST_STEPS
+) -> dict[str, int]:
+    """Warm every arm up, and say how many steps make a block of it."""
+    times = slowest(gather, [block(arm, least) for arm in arms])
+    return {arm: max(least, round(block_ms / max(ms, 1e-6))) for arm, ms in zip(arms, times, strict=True)}
+
+
+def interleaved(
+    arms: Sequence[str],
+    block: Block,
+    gather: Gather,
+    until: float,
+    *,
+    least: int = 2,
+    block_ms: float = BLOCK_MS,
+    least_steps: int = LEAST_STEPS,
+    between: Callable[[], object] = gc.collect,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, list[float]]:
+    """Every block of every arm, the slowest rank's: as many whole sets of rounds as end before ``until``
+    (seconds of ``clock``), and ``least`` in any case. The blocks of one round have the same index.
+    """
+    counts = calibrate(arms, block, gather, block_ms, least_steps)
+    taken: dict[str, list[float]] = {arm: [] for arm in arms}
+    done, duration = 0, 0.0
+    while done < least or max(gather(clock() + duration)) < until:
+        begin = clock()
+        between()
+        for order in rounds_of(len(arms)):
+            one_round([arms[index] for index in order], block, counts, taken)
+        done, duration = done + 1, clock() - begin
+    return dict(zip(arms, (slowest(gather, taken[arm]) for arm in arms), strict=True))
+
+
+def one_round(order: Sequence[str], block: Block, counts: dict[str, int], taken: dict[str, list[float]]) -> None:
+    """One block of each arm, in this order, as this rank sees it."""
+    for arm in order:
+        taken[arm].append(block(arm, counts[arm]))
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector is off: a collection takes longer than many a step."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench op``: each GEMM with its collective, forward and backward apart, against the GEMM alone and every peer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..overlap import OverlapConfig
+from ..policy import Policy
+from .interleave import interleaved, ratio, spread
+from .operations import GEMMS, Gemm, check_sizes
+from .peers import PEERS, Arm, Configured, Setting, switched_of
+from .report import Budget, Report
+from .subject import register
+from .worlds import World
+
+OURS = "policy"
+RIVALS = ("default", "none", "async_tp", "cublasmp")  # what the policy is compared with
+LARGE = 4096  # the T from which the policy must win, not only keep up
+
+
+def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
+    """Options: ``hidden``, ``ffn``, ``tokens`` (a list of T), ``gemms``, ``seconds``, ``policy`` (a table's path or
+    None), ``peers`` (names).
+    """
+    hidden, ffn = options["hidden"], options["ffn"]
+    check_sizes(hidden, ffn, world.size)
+    gemms = [GEMMS[name] for name in options["gemms"]]
+    policy = load_policy(options)
+    wanted = {gemm.name: [*_chosen(policy, gemm, options["tokens"]), OverlapConfig("none")] for gemm in gemms}
+    manager, refused = register(world, max(options["tokens"]), hidden, wanted)
+    for (name, config), reason in refused.items():
+        report.refused(f"{name}, {config}: {reason}")
+    cells = [(gemm, tokens) for gemm in gemms for tokens in sorted(options["tokens"], reverse=True)]
+    budget = Budget(options["seconds"], dict.fromkeys(cells, 1.0))
+    done = 0
+    for gemm in gemms:
+        setting = Setting(world, manager, gemm, hidden, ffn, manager.capacity[0])
+        arms = _arms(setting, policy, options["peers"], report)
+        for tokens in sorted(options["tokens"], reverse=True):
+            report.progress(done, len(cells), f"{gemm.name} at T = {tokens}")
+            tokens = manager.round_up_tokens(tokens)
+            manager.set_active_shape((tokens, hidden))
+            row = _cell(world, arms, gemm, tokens, budget.until(cells[done]))
+            choice = None if policy is None else policy.choices(tokens).get(gemm.name)
+            chosen = "as configured" if choice is None else str(choice.config)
+            report.row({**row, "tp": world.size, "hidden": hidden, "ffn": ffn, "policy": chosen})
+            done += 1
+        world.meet()
+        for arm in arms.values():
+            arm.close()
+    report.progress(done, len(cells), "done")
+    world.destroy()
+
+
+def load_policy(options: Mapping[str, Any]) -> Policy | None:
+    """That of the table at ``options["policy"]``; None without one. ``force``: also a table of another machine."""
+    if not options.get("policy"):
+        return None
+    from ..tuning_table import TuningTable
+
+    return TuningTable.load(Path(options["policy"]), force=options.get("force", False)).policy()
+
+
+def _chosen(policy: Policy | None, gemm: Gemm, tokens: Sequence[int]) -> list[OverlapConfig]:
+    if policy is None:
+        return []
+    found = (policy.choices(each).get(gemm.name) for each in tokens)
+    return list(dict.fromkeys(choice.config for choice in found if choice is not None))
+
+
+class _Policy:
+    """The GEMM in the configuration that the policy chooses for this T."""
+
+    def __init__(self, setting: Setting, policy: Policy) -> None:
+        self._switched, self._policy, self._name = switched_of(setting), policy, setting.gemm.name
+
+    def block(self, tokens: int, steps: int) -> float:
+        choice = self._policy.choices(tokens).get(self._name)
+        return self._switched.block(None if choice is None else choice.config, tokens, steps)
+
+    def close(self) -> None:
+        return
+
+
+def _arms(setting: Setting, policy: Policy | None, names: Sequence[str], report: Report) -> dict[str, Arm]:
+    arms: dict[str, Arm] = {}
+    if policy is not None:
+        arms[OURS] = _Policy(setting, policy)
+    for name in names:
+        if (reason := PEERS[name].available(setting.world, setting.gemm)) is not None:
+            report.refused(reason)
+            continue
+        arms[name] = PEERS[name].make(setting)
+    if not any(isinstance(arm, Configured) for arm in arms.values()) and policy is None:
+        arms["default"] = PEERS["default"].make(setting)
+    return arms
+
+
+def _cell(world: World, arms: Mapping[str, Arm], gemm: Gemm, tokens: int, until: float) -> dict[str, Any]:
+    def block(arm: str, steps: int) -> float:
+        return arms[arm].block(tokens, steps)
+
+    taken = interleaved(tuple(arms), block, world.gather, until, block_ms=20.0, least_steps=3, least=1)
+    row: dict[str, Any] = {"gemm": gemm.name, "operation": gemm.operation, "tokens": tokens}
+    row["rounds"] = len(next(iter(taken.values())))
+    for arm, times in taken.items():
+        row[f"{arm}_us"] = 1000 * statistics.median(times)
+        row[f"{arm}_spread_us"] = 1000 * spread(times)
+        if "plain" in taken and arm != "plain":
+            row[f"{arm}_over_plain"] = ratio(times, taken["plain"])[0]
+    rivals = [arm for arm in RIVALS if arm in taken]
+    if OURS in taken and rivals:
+        best = min(rivals, key=lambda arm: statistics.median(taken[arm]))
+        row["best_peer"] = best
+        row["over_best_peer"], row["over_best_peer_interval"] = ratio(taken[OURS], taken[best])
+    return row
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """``over_best_peer_max``: the policy's time over that of the best peer, at worst; ``..._geomean_t4096``: the
+    geometric mean of that from T = 4096 on. Without a policy: what a default costs over its plain GEMM.
+    """
+    made: dict[str, float] = {"cells": len(rows)}
+    if over := [row["over_best_peer"] for row in rows if "over_best_peer" in row]:
+        made["over_best_peer_max"] = max(over)
+    if large := [row["over_best_peer"] for row in rows if "over_best_peer" in row and row["tokens"] >= LARGE]:
+        made["over_best_peer_geomean_t4096"] = math.exp(statistics.fmean(map(math.log, large)))
+    for arm in (OURS, *RIVALS):
+        if found := [row[f"{arm}_over_plain"] for row in rows if f"{arm}_over_plain" in row]:
+            made[f"{arm}_over_plain_geomean"] = math.exp(statistics.fmean(map(math.log, found)))
+    return made

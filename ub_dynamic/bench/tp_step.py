@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench tp-step``: a training step at T, dynamic, made for exactly T, padded to capacity, rebuilt, without overlap.
+
+One step is forward and backward. What makes the comparison fair: a block starts with a drained device and steps that
+are not timed; every arm follows every other equally often (an arm that follows ``pad`` would meet a hotter, slower
+GPU, so ``pad`` is measured apart, against ``dynamic``); half of the blocks run with the dynamic buffers first in
+memory, half with the exact ones; Python's garbage collector is off in blocks, and every rank keeps to processors of
+its own. A ratio is the median of those between blocks of the same round, ``*_interval`` the half width of its 95 %
+interval; the figures are the largest of these medians. ``rebuild``: the exact step and ``initialize_ub`` with
+``destroy_ub`` before it.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..errors import UBUnsupportedError
+from ..policy import Policy
+from .interleave import interleaved, ratio, slowest
+from .report import Budget, Report
+from .worlds import HostWorld, TEWorld, World, refusal
+
+ARMS = ("dynamic", "exact", "pad", "rebuild", "none", "policy")
+COSTS = ("unguarded", "auto")  # asked for at the smallest T, since a step is shortest there
+_APART = ("pad", "rebuild")
+
+
+class Steps(Protocol):
+    def block(self, arm: str, tokens: int, steps: int) -> float:
+        """Milliseconds a step."""
+
+    def epoch(self, arm: str, tokens: Sequence[int]) -> float:
+        """Milliseconds of all microbatches of these T, one step each."""
+
+    def close(self) -> None:
+        """Give the communicators back."""
+
+
+Factory = Callable[..., Steps]
+"""``(exact, exact_first)`` -> steps, with communicators for exactly ``exact`` tokens beside the dynamic ones."""
+
+
+def factory_of(world: World, options: Mapping[str, Any], policy: Policy | None) -> Factory:
+    """For this world; options ``capacity``, ``hidden``, ``ffn``, ``layer`` (TE only), ``arms``."""
+    capacity, hidden, ffn = options["capacity"], options["hidden"], options["ffn"]
+    if isinstance(world, HostWorld):
+        from .host_steps import HostFactory
+
+        return HostFactory(world, capacity, hidden, ffn, policy)
+    from .te_steps import TEFactory
+
+    assert isinstance(world, TEWorld)
+    if ffn != 4 * hidden:
+        raise UBUnsupportedError(f"TE's layers are measured with ffn = 4 H = {4 * hidden} here, not {ffn}")
+    layer = options.get("layer", "te.LayerNormMLP")
+    return TEFactory(world.world, capacity, hidden, layer, "none" in options["arms"], policy)
+
+
+def supported(world: World, arms: Sequence[str], policy: Policy | None, report: Report) -> tuple[str, ...]:
+    """The arms that this world can compare; the others are refused with the reason."""
+    found = []
+    for arm in arms:
+        reason = refusal(world.mode, arm)
+        if arm == "policy" and policy is None:
+            reason = "policy: there is no table; --policy FILE gives one"
+        if reason is None:
+            found.append(arm)
+        else:
+            report.refused(reason)
+    return tuple(found)
+
+
+def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
+    """Options: ``capacity``, ``hidden``, ``ffn``, ``tokens`` (a list of T), ``arms``, ``seconds``, ``policy``."""
+    from .op import load_policy
+
+    policy = load_policy(options)
+    arms = supported(world, options["arms"], policy, report)
+    steps_of = factory_of(world, {**options, "arms": arms}, policy)
+    _settle(world)
+    lengths = sorted(options["tokens"], reverse=True)
+    weights = {tokens: float(len(arms)) + (2 * len(COSTS) if tokens == lengths[-1] else 0) for tokens in lengths}
+    budget = Budget(options["seconds"], weights)
+    for number, tokens in enumerate(lengths):
+        report.progress(number, len(lengths), f"T = {tokens}")
+        costs = COSTS if tokens == lengths[-1] else ()
+        row = one_length(world, steps_of, options, tokens, (*arms, *costs), budget.until(tokens))
+        report.row({"kind": "step", "tp": world.size, **row})
+    report.progress(len(lengths), len(lengths), "done")
+
+
+def _settle(world: World) -> None:
+    """What start-up left behind stays, so that a collection between rounds takes no time."""
+    gc.collect()
+    gc.freeze()
+    world.meet()
+
+
+def one_length(
+    world: World, steps_of: Factory, options: Mapping[str, Any], tokens: int, arms: Sequence[str], until: float
+) -> dict[str, Any]:
+    """A row at T = ``tokens``."""
+    capacity = options["capacity"]
+    fraction = tokens / capacity
+    together = tuple(arm for arm in arms if arm not in _APART)
+    taken: dict[str, list[float]] = {arm: [] for arm in (*together, "pad", "dynamic beside pad")}
+    begin = time.monotonic()
+    until -= (until - begin) * 0.15  # what the comparison with pad takes
+    exact = tokens if "exact" in arms else None
+    for number, exact_first in enumerate((False, True)):
+        steps = steps_of(exact, exact_first)
+        block = _at(steps, tokens)
+        for arm, blocks in interleaved(
+            together, block, world.gather, begin + (until - begin) * (number + 1) / 2, least=1
+        ).items():
+            taken[arm] += blocks
+        if exact_first and "pad" in arms:
+            beside = interleaved(("dynamic", "pad"), block, world.gather, 0.0)
+            taken["pad"], taken["dynamic beside pad"] = beside["pad"], beside["dynamic"]
+        steps.close()
+    row: dict[str, Any] = {
+        "layer": options.get("layer", "MLP"),
+        "hidden": options["hidden"],
+        "tokens": tokens,
+        "capacity_fraction": fraction,
+        "blocks": len(taken[together[0]]),
+    }
+    row |= {f"{arm}_ms": statistics.median(times) for arm, times in taken.items() if times and " " not in arm}
+    row |= _ratios(taken, fraction)
+    if "rebuild" in arms:
+        row["rebuild_ms"] = reinitialise_ms(world, tokens, options["hidden"]) + row.get("exact_ms", row["dynamic_ms"])
+    return row
+
+
+def _at(steps: Steps, tokens: int) -> Callable[[str, int], float]:
+    return lambda arm, count: steps.block(arm, tokens, count)
+
+
+_COMPARED = {
+    "active_over_exact": ("dynamic", "exact"),
+    "active_over_pad": ("dynamic beside pad", "pad"),
+    "active_over_none": ("dynamic", "none"),
+    "policy_over_exact": ("policy", "exact"),
+    "policy_over_none": ("policy", "none"),
+}
+
+
+def _ratios(taken: Mapping[str, Sequence[float]], fraction: float) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for name, (over, under) in _COMPARED.items():
+        if taken.get(over) and taken.get(under):
+            row[name], row[f"{name}_interval"] = ratio(taken[over], taken[under])
+    if "active_over_pad" in row:
+        row["active_over_pad_excess"] = row["active_over_pad"] - fraction
+    for arm, name in (("dynamic", "guard"), ("auto", "auto")):
+        if taken.get(arm) and taken.get("unguarded"):
+            cost, row[f"{name}_cost_interval"] = ratio(taken[arm], taken["unguarded"])
+            row[f"{name}_cost_fraction"] = cost - 1
+    return row
+
+
+def reinitialise_ms(world: World, tokens: int, hidden: int, cycles: int = 3) -> float:
+    """Milliseconds of one ``initialize_ub`` at T and one ``destroy_ub``, the median over the slowest ranks."""
+    times = []
+    for _ in range(cycles):
+        world.meet()
+        begin = time.perf_counter()
+        world.initialize(tokens, hidden)
+        world.destroy()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(slowest(world.gather, times))
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The largest ratio over all T, of every kind that was measured."""
+    keys = {
+        "active_over_exact_max": "active_over_exact",
+        "active_over_exact_interval_max": "active_over_exact_interval",
+        "active_over_pad_excess_max": "active_over_pad_excess",
+        "active_over_none_max": "active_over_none",
+        "policy_over_exact_max": "policy_over_exact",
+        "policy_over_none_max": "policy_over_none",
+        "guard_cost_fraction": "guard_cost_fraction",
+        "auto_cost_fraction": "auto_cost_fraction",
+        "guard_cost_interval": "guard_cost_interval",
+        "auto_cost_interval": "auto_cost_interval",
+    }
+    steps = [row for row in rows if row.get("kind") == "step"]
+    made: dict[str, float] = {}
+    for figure, key in keys.items():
+        if found := [row[key] for row in steps if key in row]:
+            made[figure] = max(found)
+    if lengths := [row["time_over_token_ratio"] for row in rows if row.get("kind") == "lengths"]:
+        made["lengths_time_over_token_ratio"] = max(lengths)
+    return made

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench NAME`: measure, with the arms that are compared in turns, and write a result file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..bench.benches import BENCHES
+from ..bench.lengths import ARMS as LENGTH_ARMS
+from ..bench.peers import PEERS
+from ..bench.start import mode_of
+from ..bench.tp_step import ARMS as STEP_ARMS
+from ..bench.workloads import DISTRIBUTIONS
+from ..testing.results import write_result
+from .measuring import (
+    Backend,
+    Ffn,
+    Hidden,
+    JsonFile,
+    Ranks,
+    Seconds,
+    Tokens,
+    Watched,
+    check_backend,
+    gemm_names,
+    names,
+    sizes,
+    token_list,
+)
+
+bench = typer.Typer(
+    help="Measure on CPU ranks (--backend host), ranks that share one GPU, or one rank a GPU (--backend te).\n\n"
+    "The mode is in every result; a comparison that it cannot support is left out, with the reason.",
+    no_args_is_help=True,
+)
+
+Policy = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="A table of `tune`: adds the arm `policy`")
+]
+Force = Annotated[bool, typer.Option("--force", help="Take a table of another machine or version")]
+Arms = Annotated[str | None, typer.Option(help="Arms to compare, as in dynamic,exact; default all")]
+Capacity = Annotated[int | None, typer.Option(min=64, help="Registered tokens; default 16384 on GPUs, 512 on the host")]
+Layer = Annotated[str, typer.Option(help="te.LayerNormMLP or te.TransformerLayer (GPUs)")]
+
+
+@bench.command(name="set-shape")
+def set_shape(
+    backend: Backend = "host",
+    ranks: Ranks = 2,
+    calls: Annotated[int, typer.Option(min=500, help="Changes between two looks at memory")] = 1_000_000,
+    timed: Annotated[int, typer.Option(min=100, help="GPUs: changes that are timed one by one")] = 100_000,
+    json: JsonFile = None,
+) -> None:
+    """What one change of the active shape costs, and what a million of them leave in memory."""
+    seconds = 60 + calls / 2000
+    _measure("set-shape", {"calls": calls, "timed": timed}, backend, ranks, seconds, json)
+
+
+@bench.command()
+def op(
+    backend: Backend = "host",
+    ranks: Ranks = 2,
+    hidden: Hidden = None,
+    ffn: Ffn = None,
+    tokens: Tokens = None,
+    gemms: Annotated[str | None, typer.Option(help="As in fc1_fprop,fc2_fprop; default all eight")] = None,
+    peers: Annotated[str | None, typer.Option(help=f"Of {', '.join(PEERS)}; default all")] = None,
+    policy: Policy = None,
+    force: Force = False,
+    seconds: Seconds = 120,
+    json: JsonFile = None,
+) -> None:
+    """Each GEMM with its collective against the GEMM alone and every peer, forward and backward apart.
+
+    Example: python -m ub_dynamic bench op --backend te --ranks 2 --policy table.json --json ops_x2.json
+    """
+    chosen, between = sizes(backend, hidden, ffn)
+    options = {
+        "hidden": chosen,
+        "ffn": between,
+        "tokens": token_list(tokens, backend, ranks),
+        "gemms": gemm_names(gemms),
+        "peers": names(peers, PEERS, "--peers"),
+        "seconds": seconds,
+        **_table(policy, force),
+    }
+    _measure("op", options, backend, ranks, seconds, json)
+
+
+@bench.command(name="tp-step")
+def tp_step(
+    backend: Backend = "host",
+    ranks: Ranks = 2,
+    hidden: Hidden = None,
+    ffn: Ffn = None,
+    tokens: Tokens = None,
+    capacity: Capacity = None,
+    arms: Arms = None,
+    layer: Layer = "te.LayerNormMLP",
+    policy: Policy = None,
+    force: Force = False,
+    seconds: Seconds = 120,
+    json: JsonFile = None,
+) -> None:
+    """A training step at T: dynamic, made for exactly T, padded to capacity, rebuilt, without overlap, with a policy.
+
+    Example: python -m ub_dynamic bench tp-step --backend te --hidden 4096 --json tp_step_h4096.json
+    """
+    options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
+    found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks)
+    if found[-1] > options["capacity"]:
+        raise typer.BadParameter(f"{found[-1]} is above the capacity of {options['capacity']}", param_hint="--tokens")
+    options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
+    _measure("tp-step", options, backend, ranks, seconds, json)
+
+
+@bench.command()
+def lengths(
+    backend: Backend = "host",
+    ranks: Ranks = 2,
+    hidden: Hidden = None,
+    ffn: Ffn = None,
+    capacity: Capacity = None,
+    distributions: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(DISTRIBUTIONS)}; default all, none with --file")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Document lengths, one a line")] = None,
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="Documents a microbatch; default: packed under the capacity")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Microbatches of each workload")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the drawn lengths")] = 0,
+    arms: Arms = None,
+    layer: Layer = "te.LayerNormMLP",
+    policy: Policy = None,
+    force: Force = False,
+    seconds: Seconds = 120,
+    json: JsonFile = None,
+) -> None:
+    """Microbatches of document lengths, one step each without a pause: dynamic against padding to capacity.
+
+    Built-in lengths follow published statistics (ub_dynamic/bench/workloads.py names the sources).
+    """
+    options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
+    known = [] if file is not None and distributions is None else names(distributions, DISTRIBUTIONS, "--distributions")
+    options |= {
+        "distributions": known,
+        "file": None if file is None else str(file.absolute()),
+        "documents": documents,
+        "count": count,
+        "seed": seed,
+        "arms": names(arms, LENGTH_ARMS, "--arms"),
+    }
+    _measure("lengths", options, backend, ranks, seconds, json)
+
+
+@bench.command()
+def graphs(
+    ranks: Ranks = 2,
+    hidden: Annotated[int, typer.Option(min=64, help="H")] = 1024,
+    capacity: Annotated[int, typer.Option(min=64, help="Registered tokens")] = 2048,
+    replays: Annotated[int, typer.Option(min=1, help="Of each layer")] = 60,
+    seed: Annotated[int, typer.Option(help="Of the order of replays")] = 20261130,
+    json: JsonFile = None,
+) -> None:
+    """CUDA graphs, one a T, replayed while another T is active: bits against eager steps. GPUs only."""
+    options = {"hidden": hidden, "capacity": capacity, "replays": replays, "seed": seed}
+    _measure("graphs", options, "te", ranks, 300, json)
+
+
+def _step_options(
+    backend: str,
+    hidden: int | None,
+    ffn: int | None,
+    capacity: int | None,
+    layer: str,
+    policy: Path | None,
+    force: bool,
+    seconds: float,
+) -> dict[str, Any]:
+    chosen, between = sizes(backend, hidden, ffn)
+    layers = ("te.LayerNormMLP", "te.TransformerLayer")
+    if layer not in layers:
+        raise typer.BadParameter(f"{layer!r} is not one of {', '.join(layers)}", param_hint="--layer")
+    return {
+        "hidden": chosen,
+        "ffn": between,
+        "capacity": capacity or (16384 if backend == "te" else 512),
+        "layer": layer if backend == "te" else "MLP",
+        "seconds": seconds,
+        **_table(policy, force),
+    }
+
+
+def _fractions(capacity: int, ranks: int) -> str:
+    return ",".join(str(max(ranks, capacity * eighths // 8)) for eighths in (1, 2, 4, 6, 8))
+
+
+def _table(policy: Path | None, force: bool) -> dict[str, Any]:
+    return {"policy": None if policy is None else str(policy.absolute()), "force": force}
+
+
+def _measure(
+    name: str, options: Mapping[str, Any], backend: str, ranks: int, seconds: float, json: Path | None
+) -> None:
+    chosen = check_backend(backend)
+    watched = Watched(f"bench {name}")
+    ended = watched.run(name, options, chosen, ranks, seconds)
+    figures = BENCHES[name].figures(ended.rows)
+    _show(watched, ended.rows, figures)
+    if json is not None:
+        path = write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
+        watched.console.print(f"Written to {path}", highlight=False)
+
+
+def _show(watched: Watched, rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
+    """The rows, without columns that are the same in all of them, and the figures."""
+    columns = list(dict.fromkeys(key for row in rows for key in row if not key.endswith(("_interval", "_spread_us"))))
+    same = {key for key in columns if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1}
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in (shown := [key for key in columns if key not in same]):
+        table.add_column(column, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in shown))
+    if len(rows) > 1:
+        watched.console.print(table)
+    for key, value in figures.items():
+        watched.console.print(f"{key}: {value:.4g}", highlight=False)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return "" if value is None else str(value)

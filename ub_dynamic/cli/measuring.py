@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench` and `tune` share: their options, a progress bar fed by the ranks, and how a run that fails ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..bench.benches import BENCHES
+from ..bench.operations import GEMMS, buckets
+from ..bench.start import Ended, mode_of, run
+from ..bench.worlds import BackendName
+from ..errors import UBDynamicError
+
+INTERRUPTED = 130
+_START_S = 150.0  # what starting ranks, imports and one cell more than planned may take
+
+Backend = Annotated[str, typer.Option(help="host: CPU ranks over MPI; te: Transformer Engine on GPUs")]
+Ranks = Annotated[int, typer.Option(min=2, help="Ranks, one TP group: tp")]
+Hidden = Annotated[int | None, typer.Option(min=8, help="H; default 4096 on GPUs, 256 on the host")]
+Ffn = Annotated[int | None, typer.Option(min=8, help="Features between fc1 and fc2; default 4 H")]
+Tokens = Annotated[
+    str | None,
+    typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096; default 512:16384 on "
+                      "GPUs, 64:512 on the host"),
+]  # fmt: skip
+Seconds = Annotated[float, typer.Option(min=1, help="Time to measure in, without starting the ranks")]
+
+
+def check_backend(name: str) -> BackendName:
+    """``name`` as a backend, or a usage error."""
+    if name not in ("host", "te"):
+        raise typer.BadParameter(f"{name!r} is neither host nor te", param_hint="--backend")
+    return cast(BackendName, name)
+
+
+def sizes(backend: str, hidden: int | None, ffn: int | None) -> tuple[int, int]:
+    """H and ffn, with the defaults of the backend."""
+    chosen = hidden or (4096 if backend == "te" else 256)
+    return chosen, ffn or 4 * chosen
+
+
+def token_range(text: str | None, backend: str) -> tuple[int, int]:
+    """The ends of ``FIRST:LAST``."""
+    words = (text or ("512:16384" if backend == "te" else "64:512")).split(":")
+    if len(words) != 2 or not all(word.strip().isdigit() for word in words):
+        raise typer.BadParameter(f"{text!r} is not FIRST:LAST, as in 512:16384", param_hint="--tokens")
+    return int(words[0]), int(words[1])
+
+
+def token_list(text: str | None, backend: str, tp: int) -> list[int]:
+    """Every T of ``FIRST:LAST`` or of a list, each a multiple of 32 tp from there on (what every method takes)."""
+    multiple = 32 * tp if backend == "te" else tp
+    if text is None or ":" in text:
+        return list(buckets(*token_range(text, backend), multiple))
+    words = [word for word in text.replace(",", " ").split() if word]
+    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise typer.BadParameter(f"{text!r} is not a list of T, as in 512,1024", param_hint="--tokens")
+    return sorted({-(-int(word) // multiple) * multiple for word in words})
+
+
+def names(text: str | None, known: Mapping[str, Any] | tuple[str, ...], option: str) -> list[str]:
+    """A list of words, each of which is known; all of them without one."""
+    chosen = [word for word in (text or ",".join(known)).replace(",", " ").split() if word]
+    if unknown := [word for word in chosen if word not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option)
+    return chosen
+
+
+def gemm_names(text: str | None) -> list[str]:
+    """Names of GEMMs; all of them without one."""
+    return names(text, GEMMS, "--gemms")
+
+
+class Watched:
+    """A run with a progress bar; what cannot be compared here is said above it, each row goes to ``on_row``."""
+
+    def __init__(self, title: str, on_row: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self.console, self._title, self._on_row = Console(), title, on_row
+        self.refused: list[str] = []
+
+    def run(self, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int, seconds: float) -> Ended:
+        """Measure, or exit: 2 for what cannot be measured here, 130 after Ctrl-C, 1 if a rank failed."""
+        try:
+            mode = mode_of(backend, ranks)
+            self.console.print(f"[bold]{self._title}[/] on {mode}", highlight=False)
+            with self._progress() as progress:
+                self._task = progress.add_task("starting the ranks", total=None)
+                self._bar = progress
+                job = {"bench": name, "options": dict(options)}
+                ended = run(job, backend, ranks, seconds + _START_S, self._take, env=BENCHES[name].env)
+        except UBDynamicError as error:
+            typer.echo(f"{self._title}: {error}", err=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt:
+            typer.echo(f"{self._title}: ended; nothing is left running", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        if ended.status:
+            typer.echo(f"{self._title}: the ranks ended with status {ended.status}\n{ended.output}", err=True)
+            raise typer.Exit(1)
+        return ended
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if "progress" in event:
+            said = event["progress"]
+            self._bar.update(self._task, completed=said["done"], total=said["total"], description=said["text"])
+        elif "refused" in event:
+            self.refused.append(event["refused"])
+            self.console.print(f"[yellow]left out:[/] {event['refused']}", highlight=False)
+        elif "row" in event and self._on_row is not None:
+            self._on_row(event["row"])
+
+
+def json_file(path: Path | None) -> Path | None:
+    """Check the name of a result file before anything is measured."""
+    import re
+
+    if path is None:
+        return None
+    if path.suffix != ".json" or not re.fullmatch(r"[a-z0-9_]+", path.stem):
+        raise typer.BadParameter(f"{path.name}: name it with lower-case letters, digits and _, as in ops_x2.json")
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", callback=json_file, help="Write a result file")]

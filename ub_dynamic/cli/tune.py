@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tune`: measure which overlap is best for each GEMM at each T here, and write the table for `initialize_ub`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..bench.operations import check_sizes
+from ..bench.start import mode_of
+from ..bench.tuned import GrowingTable, chosen_us, default_us, header
+from ..errors import UBDynamicError
+from ..tuning_table import TuningRow
+from .measuring import Backend, Ffn, Hidden, Tokens, Watched, check_backend, gemm_names, sizes, token_range
+from .pictures import PictureFile
+
+
+def tune(
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The table; one that matches is taken up again")],
+    backend: Backend = "host",
+    tp: Annotated[int, typer.Option(min=2, help="Ranks of the TP group")] = 2,
+    hidden: Hidden = None,
+    ffn: Ffn = None,
+    tokens: Tokens = None,
+    gemms: Annotated[str | None, typer.Option(help="As in fc1_fprop,fc2_fprop; default all eight")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Time to measure in; what it does not reach keeps the default")
+    ] = 300,
+    restart: Annotated[bool, typer.Option("--restart", help="Overwrite a table that is there already")] = False,
+    plot: PictureFile = None,
+) -> None:
+    """Measure the overlap candidates of every GEMM at every T, and write the table that a policy is made from.
+
+    Example: python -m ub_dynamic tune --backend te --hidden 4096 --ffn 16384 --tp 2 --tokens 512:16384 --out table.json
+
+    Use it with initialize_ub(..., policy="table.json"). A candidate replaces the default only if it is faster by more
+    than the spread. The table is written after every cell, so a run can be ended at any time and taken up again.
+    """  # fmt: skip
+    chosen = check_backend(backend)
+    size, between = sizes(chosen, hidden, ffn)
+    first, last = token_range(tokens, chosen)
+    try:
+        check_sizes(size, between, tp)
+        dtype = "bfloat16" if chosen == "te" else "float32"
+        growing = GrowingTable(out, header(tp, size, between, dtype, mode_of(chosen, tp)), restart)
+    except UBDynamicError as error:
+        typer.echo(f"tune: {error}", err=True)
+        raise typer.Exit(2) from error
+    watched = Watched("tune", on_row=growing.take)
+    if growing.done:
+        watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
+    options = {
+        "hidden": size,
+        "ffn": between,
+        "first": first,
+        "last": last,
+        "gemms": gemm_names(gemms),
+        "seconds": seconds,
+        "done": growing.done,
+    }
+    watched.run("tune", options, chosen, tp, seconds)
+    table = growing.table
+    _show(watched, table.rows)
+    watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
+    if plot is not None:
+        from ..bench.curves import draw
+
+        draw(table, plot)
+        watched.console.print(f"Drawn to {plot}", highlight=False)
+
+
+def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in ("GEMM", "T", "chosen", "us", "over default", "over GEMM alone", "why"):
+        left = column in ("GEMM", "chosen", "why")
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        mine, default = chosen_us(row), default_us(row)
+        table.add_row(
+            row.gemm,
+            str(row.tokens),
+            str(row.chosen),
+            _number(mine, "{:.1f}"),
+            _number(mine / default if mine and default else None, "{:.3f}"),
+            _number(mine / row.gemm_us if mine and row.gemm_us else None, "{:.3f}"),
+            row.reason,
+        )
+    watched.console.print(table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
