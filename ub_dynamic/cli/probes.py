@@ -66,7 +66,10 @@ def abilities(findings: list[Finding]) -> list[Ability]:
         ability("TE backend at a fixed capacity", "CUDA device", "Transformer Engine"),
         ability("several ranks on one GPU", *native, "NCCL"),
         ability("pictures", "matplotlib"),
-        ability("the tests", "pytest", "hypothesis", "pytest-timeout"),
+        ability("advise", "numpy"),
+        ability("advise on Parquet files", "numpy", "pyarrow"),
+        ability("the tests", "pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
+        ability("the pages of docs/", "mkdocs", "mkdocs-material", "mkdocstrings"),
     ]
 
 
@@ -182,7 +185,9 @@ def _extras() -> list[Finding]:
     extras = {
         "cli": ("typer", "rich"),
         "plot": ("matplotlib",),
-        "test": ("pytest", "hypothesis", "pytest-timeout"),
+        "advise": ("numpy", "pyarrow"),
+        "test": ("pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
+        "docs": ("mkdocs", "mkdocs-material", "mkdocstrings"),
         "dev": ("ruff", "mypy"),
     }
     return [
