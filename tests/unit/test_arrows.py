@@ -46,6 +46,7 @@ ARROWS = {
     "pipeline": PACKED | RANKS,
     "api": BACKEND | {"manager", "packing", "policy", "tuning_table", "backends.host", "backends.te"},
     "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
+    "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything
     "testing": None,  # tests know everything
     "cli": None,
