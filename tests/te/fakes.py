@@ -93,15 +93,23 @@ def communicator(
     region: int = 1,
 ) -> Any:
     """One communicator at capacity ``shape``, as TE's constructors leave it."""
-    tokens, hidden = shape
-    rows = tokens // tp * (2 * tp - 1) if ring and reduce_scatter else tokens
     made = Ring() if ring else Base()
-    made.memory = torch.zeros(rows * hidden, dtype=dtype)
-    address, itemsize = made.memory.data_ptr(), dtype.itemsize
-    helper().fill(made, address, tokens, hidden, itemsize, tp, rank, reduce_scatter, num_splits, num_sm, region)
+    fill(made, shape, tp, rank, dtype, reduce_scatter, num_splits, num_sm, region)
     # Its destructor would free streams and events that were never made.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     return made
+
+
+def fill(
+    made: Any, shape: tuple[int, int], tp: int, rank: int, dtype: torch.dtype, reduce_scatter: bool, num_splits: int,
+    num_sm: int, region: int,
+) -> None:  # fmt: skip
+    """Give a default-constructed object what TE's constructor gives it, and memory."""
+    tokens, hidden = shape
+    rows = tokens // tp * (2 * tp - 1) if isinstance(made, tex.CommOverlapP2PBase) and reduce_scatter else tokens
+    made.memory = torch.zeros(rows * hidden, dtype=dtype)
+    address, itemsize = made.memory.data_ptr(), dtype.itemsize
+    helper().fill(made, address, tokens, hidden, itemsize, tp, rank, reduce_scatter, num_splits, num_sm, region)
 
 
 def table(
