@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from fake_backend import FakeBackend
 
 import ub_dynamic as ub
 from ub_dynamic import api
+from ub_dynamic.backends.names import GEMM_METHODS
+from ub_dynamic.overlap import OverlapConfig
+from ub_dynamic.policy import Choice, Policy
+from ub_dynamic.tuning_table import TuningRow, TuningTable, these_versions, this_machine
 
 
 class FakeGroup:
@@ -153,3 +158,99 @@ def test_the_whole_way(backend: FakeBackend) -> None:
         output.backward()
         assert ub.get_ub_active_shape() == (64, 64)
     assert ub.reset_ub_active_shape().shape == (128, 64)
+
+
+RING, NONE = OverlapConfig("ring_exchange"), OverlapConfig("none")
+
+
+def table(**other: Any) -> TuningTable:
+    rows = (TuningRow("fc2_fprop", 16, NONE, "small"), TuningRow("fc2_fprop", 64, RING, "large"))
+    header: dict[str, Any] = {
+        "machine": this_machine(),
+        "versions": these_versions(),
+        "tp": 4,
+        "hidden": 64,
+        "ffn": 256,
+    }
+    header |= {"dtype": "bfloat16", "mode": "cpu-mpi", "date": "today", "command": "tune", **other}
+    return TuningTable(**header, rows=rows)
+
+
+class TestPolicy:
+    @pytest.mark.parametrize("policy", [None, "always"])
+    def test_as_configured(self, policy: Any, backend: FakeBackend) -> None:
+        assert initialize(policy=policy).policy is None
+        assert ub.set_ub_active_shape([64, 64]).overlap == {} and backend.calls == [64]
+
+    @pytest.mark.parametrize("way", ["path", "text", "table", "policy"])
+    def test_a_table(self, way: str, backend: FakeBackend, tmp_path: Path) -> None:
+        path = table().save(tmp_path / "table.json")
+        initialize(policy={"path": path, "text": str(path), "table": table(), "policy": table().policy()}[way])
+        assert ub.set_ub_active_shape([32, 64]).overlap == {"fc2_fprop": (NONE, "small")}
+        assert ub.set_ub_active_shape([36, 64]).overlap == {"fc2_fprop": (RING, "large")}
+
+    def test_the_backend_is_given_every_alternative(
+        self, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: list[Any] = []
+        monkeypatch.setattr(api, "_create_host", lambda *args: given.append(args[-1]) or backend)
+        initialize(policy=table())
+        assert given == [{"fc2_fprop": (NONE, RING)}]
+
+    def test_a_callable_is_asked_once_for_every_valid_t(self, backend: FakeBackend) -> None:
+        asked: list[tuple[str, int]] = []
+
+        def choose(gemm: str, tokens: int) -> OverlapConfig | None:
+            asked.append((gemm, tokens))
+            return NONE if gemm == "fc2_fprop" and tokens < 64 else None
+
+        initialize(policy=choose)
+        assert sorted(asked) == sorted((gemm, tokens) for gemm in GEMM_METHODS for tokens in range(4, 129, 4))
+        assert ub.set_ub_active_shape([60, 64]).overlap == {"fc2_fprop": (NONE, "chosen by the callable")}
+        assert len(asked) == 8 * 32
+
+    @pytest.mark.parametrize(
+        ("policy", "words"),
+        [
+            (table(tp=2, hidden=128), "measured elsewhere: tp is 2, here 4; hidden is 128, here 64"),
+            (table(mode="2-gpus"), "mode is 2-gpus, here cpu-mpi"),
+            ("missing.json", "missing.json cannot be read"),
+            (3, 'policy = 3: it is None, "always", the path'),
+            (Policy((1,), ({"fc2_fprop": Choice(OverlapConfig("bulk"), "")},)), "fc2_fprop has no method 'bulk'"),
+            (lambda gemm, tokens: OverlapConfig("pipeline"), "qkv_fprop has no method 'pipeline'"),
+            (lambda gemm, tokens: "none", "returned 'none' for qkv_fprop at T = 4"),
+        ],
+    )
+    def test_a_policy_that_cannot_be_followed(self, policy: Any, words: str, backend: FakeBackend) -> None:
+        with pytest.raises((ub.UBUnsupportedError, ub.UBShapeError), match=words):
+            initialize(policy=policy)
+        assert backend.calls == [] and not ub.is_ub_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"tp_size": "4"}, ub.UBShapeError, "tp_size = '4': it is a positive int"),
+        ({"tp_size": 0}, ub.UBShapeError, "tp_size = 0"),
+        ({"tp_size": True}, ub.UBShapeError, "tp_size = True"),
+        ({"tp_group": [0, 1]}, ub.UBUnsupportedError, r"tp_group = \[0, 1\]: it is an mpi4py communicator"),
+        ({"timeout": "20"}, ub.UBStateError, "timeout = '20': it is a positive number of seconds"),
+        ({"check": "often"}, ub.UBStateError, 'check = .often.: it is "deferred"'),
+        ({"ub_cfgs": 3}, ub.UBShapeError, "ub_cfgs = 3: it maps communicator names"),
+        ({"ub_cfgs": [{}]}, ub.UBUnsupportedError, "takes one ub_cfgs mapping"),
+        ({"ub_cfgs": {"fc3_fprop": {}}}, ub.UBShapeError, "unknown communicator 'fc3_fprop'"),
+        ({"ub_cfgs": {"fc2_fprop": "ring"}}, ub.UBShapeError, r"ub_cfgs\['fc2_fprop'\] = 'ring': it maps settings"),
+        (
+            {"ub_cfgs": {"fc2_fprop": {"splits": 2}}},
+            ub.UBShapeError,
+            "fc2_fprop: unknown setting 'splits'; known are m",
+        ),
+        ({"shape": [126, 64]}, ub.UBAlignmentError, r"T = 126 .*; the next valid capacity is \[128, 64\]"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: dict[str, Any], error: type[Exception], words: str, backend: FakeBackend
+) -> None:
+    with pytest.raises(error, match=words) as raised:
+        ub.initialize_ub(**{"shape": [128, 64], "tp_size": 4, "backend": "host", "check": "never", **arguments})
+    assert type(raised.value) is error and backend.calls == [] and not ub.is_ub_initialized()

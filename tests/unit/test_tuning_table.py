@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a tuning table: saved and read again, broken, refused elsewhere, and its policy between measured T."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ub_dynamic.errors import UBShapeError, UBUnsupportedError
+from ub_dynamic.overlap import OverlapConfig
+from ub_dynamic.tuning_table import FORMAT, Candidate, TuningRow, TuningTable, these_versions, this_machine
+
+RING, NONE = OverlapConfig("ring_exchange"), OverlapConfig("none")
+PIPELINE = OverlapConfig("pipeline", num_sm=8, num_splits=2, first_gemm=True)
+
+
+def row(gemm: str, tokens: int, chosen: OverlapConfig) -> TuningRow:
+    measured = (Candidate(chosen, 12.5, 0.25), Candidate(NONE, 14.0, 1.5))
+    return TuningRow(gemm, tokens, chosen, f"{chosen} at {tokens}", measured, gemm_us=11.0)
+
+
+TABLE = TuningTable(
+    machine="NVIDIA H200",
+    versions={"torch": "2.11.0", "transformer_engine": "2.20.2"},
+    tp=2,
+    hidden=4096,
+    ffn=16384,
+    dtype="bfloat16",
+    mode="2-gpus",
+    date="2026-11-30T12:00:00+00:00",
+    command="python -m ub_dynamic tune",
+    rows=(row("fc2_fprop", 4096, PIPELINE), row("fc2_fprop", 1024, NONE), row("fc1_fprop", 2048, RING)),
+)
+HERE: dict[str, Any] = {
+    "tp": 2,
+    "hidden": 4096,
+    "dtype": "bfloat16",
+    "mode": "2-gpus",
+    "machine": "NVIDIA H200",
+    "versions": {"torch": "2.13.0", "transformer_engine": "2.10"},
+}
+
+
+def test_saved_and_read_again(tmp_path: Path) -> None:
+    path = TABLE.save(tmp_path / "new" / "table.json")
+    assert TuningTable.load(path) == TABLE and TuningTable.load(str(path)).rows[0].candidates[0].median_us == 12.5
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]  # nothing half-written is left
+    assert json.loads(path.read_text())["format"] == FORMAT
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = TABLE.save(tmp_path / "table.json")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(TABLE, rows=(replace(TABLE.rows[0], gemm_us=float("nan")),)).save(path)
+    assert TuningTable.load(path) == TABLE
+
+
+def change(*keys: Any, value: Any = None) -> Callable[[Any], None]:
+    def act(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        if value is None:
+            del data[keys[-1]]
+        else:
+            data[keys[-1]] = value
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (change("format", value="ub_dynamic tuning table 2"), "format is 'ub_dynamic tuning table 2', not '"),
+        (change("format"), "format is None"),
+        (change("hidden"), "a tuning table lacks 'hidden'"),
+        (change("tp", value="2"), "a tuning table: tp = '2' is no int"),
+        (change("tp", value=True), "tp = True is no int"),
+        (change("rows", value={}), "rows = {} is no list"),
+        (change("rows", value=[]), "at least one row"),
+        (change("rows", value=[3]), "row 0 of a tuning table is int, not an object"),
+        (change("rows", 1, "chosen"), "row 1 of a tuning table lacks 'chosen'"),
+        (change("rows", 1, "chosen", "method"), "names its method"),
+        (change("rows", 0, "chosen", "method", value="magic"), "unknown overlap method 'magic'"),
+        (change("rows", 0, "chosen", "sms", value=3), "unknown overlap settings"),
+        (change("rows", 0, "tokens", value=0), "tokens = 0"),
+        (change("rows", 0, "candidates", 0, "median_us"), "row 0 of a tuning table lacks 'median_us'"),
+        (change("rows", 0, "candidates", value=[None]), "a candidate of row 0 .* is NoneType"),
+        (change("rows", 0, "gemm_us", value="fast"), "gemm_us = 'fast' is no int or float"),
+        (change("rows", 0, "tokens", value=1024), "two rows for fc2_fprop at T = 1024"),
+    ],
+)
+def test_a_broken_table_says_what_is_wrong(tmp_path: Path, act: Callable[[Any], None], words: str) -> None:
+    data = TABLE.to_json()
+    act(data)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UBUnsupportedError, match=words) as raised:
+        TuningTable.load(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b'{"format"', "is no JSON"), (b"\xff\xfe\x00", "is no JSON"), (b"[1]", "format is 'list'")]
+)
+def test_no_table_at_all(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "table.json"
+    with pytest.raises(UBUnsupportedError, match="cannot be read.*No such file"):
+        TuningTable.load(path)
+    path.write_bytes(content)
+    with pytest.raises(UBUnsupportedError, match=words):
+        TuningTable.load(path)
+
+
+class TestElsewhere:
+    def test_it_fits_where_it_was_measured(self) -> None:
+        TABLE.check_fits(**HERE)
+        TABLE.check_fits(**{**HERE, "mode": None, "versions": {}})
+        here = replace(TABLE, machine=this_machine(), versions=these_versions())
+        here.check_fits(tp=2, hidden=4096, dtype="bfloat16")
+
+    @pytest.mark.parametrize(
+        ("other", "words"),
+        [
+            ({"machine": "NVIDIA B200"}, "machine is NVIDIA H200, here NVIDIA B200"),
+            ({"tp": 4}, "tp is 2, here 4"),
+            ({"hidden": 8192}, "hidden is 4096, here 8192"),
+            ({"dtype": "float32"}, "dtype is bfloat16, here float32"),
+            ({"mode": "cpu-mpi"}, "mode is 2-gpus, here cpu-mpi"),
+            ({"versions": {"torch": "3.0"}}, "torch is 2.11.0, here 3.0"),
+            ({"tp": 8, "hidden": 1024}, "tp is 2, here 8; hidden is 4096, here 1024"),
+        ],
+    )
+    def test_elsewhere_it_is_refused_unless_forced(
+        self,
+        other: dict[str, Any],
+        words: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        with pytest.raises(UBUnsupportedError) as raised:
+            TABLE.check_fits(**{**HERE, **other})
+        assert f"measured elsewhere: {words}. Tune here" in str(raised.value)
+        assert "load(path, force=True)" in str(raised.value) and "UB_DYNAMIC_FORCE_TABLE=1" in str(raised.value)
+        with caplog.at_level(logging.WARNING, "ub_dynamic"):
+            TuningTable.load(TABLE.save(tmp_path / "table.json"), force=True).check_fits(**{**HERE, **other})
+            monkeypatch.setenv("UB_DYNAMIC_FORCE_TABLE", "1")
+            TABLE.check_fits(**{**HERE, **other})
+        assert [words in record.message for record in caplog.records] == [True, True]
+
+
+class TestPolicy:
+    def test_the_nearer_measured_t_in_log_scale(self) -> None:
+        policy = TABLE.policy()
+        chosen = {tokens: policy.choices(tokens)["fc2_fprop"].config for tokens in (1, 1024, 2048, 2049, 4096, 99999)}
+        assert chosen == {1: NONE, 1024: NONE, 2048: NONE, 2049: PIPELINE, 4096: PIPELINE, 99999: PIPELINE}
+        assert policy.choices(8)["fc1_fprop"] == policy.choices(9000)["fc1_fprop"] == (RING, f"{RING} at 2048")
+        assert policy.choices(2049)["fc2_fprop"].reason == f"{PIPELINE} at 4096"
+
+    @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8, unique=True), st.integers(1, 6000))
+    def test_every_t(self, measured: list[int], tokens: int) -> None:
+        table = replace(TABLE, rows=tuple(replace(TABLE.rows[0], tokens=each, reason=str(each)) for each in measured))
+        taken = int(table.policy().choices(tokens)["fc2_fprop"].reason)
+        for other in measured:  # max(a/b, b/a), compared in whole numbers
+            ours, theirs = (max(tokens, taken), min(tokens, taken)), (max(tokens, other), min(tokens, other))
+            assert ours[0] * theirs[1] <= theirs[0] * ours[1]
+
+    def test_rows(self) -> None:
+        with pytest.raises(UBShapeError, match="at least one row"):
+            replace(TABLE, rows=())
