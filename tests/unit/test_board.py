@@ -158,3 +158,28 @@ def test_dead_ranks_are_seen() -> None:
     assert first.dead_ranks() == [11]
     child.wait()
     assert first.dead_ranks() == [11]
+
+
+def test_a_change_of_one_communicator_says_which() -> None:
+    first, second = boards(2)
+    for board in (first, second):
+        board.name_communicators(("fc1_fprop", "fc2_fprop"), 4096)
+        board.exchange(4096)
+        board.exchange(64, 2)
+    first.exchange(64, 1)
+    with pytest.raises(
+        UBRankMismatchError, match="change 3: rank 10: T = 64 of fc1_fprop; rank 11: T = 64 of fc2_fprop"
+    ):
+        second.exchange(64, 2)
+    third, fourth = boards(2)
+    third.exchange(64)
+    with pytest.raises(UBRankMismatchError, match="rank 10: T = 64; rank 11: T = 64 of communicator 1"):
+        fourth.exchange(64, 1)
+
+
+def test_a_record_has_room_for_so_many() -> None:
+    (board,) = boards(1)
+    board.name_communicators(["name"] * 63, (1 << 26) - 1)
+    for names, tokens in ((64, 8), (1, 1 << 26)):
+        with pytest.raises(UBUnsupportedError, match='room for 63 communicators and T up to 67108863.*check="never"'):
+            board.name_communicators(["name"] * names, tokens)

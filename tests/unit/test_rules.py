@@ -224,6 +224,9 @@ def test_int_overflow_names_the_limit() -> None:
         check_tokens(spec, 80000)
 
 
+ONE_SPLIT = {"proj_fprop": {"num_splits": 1}, "fc2_fprop": {"num_splits": 1}}
+
+
 class TestNames:
     def test_defaults(self) -> None:
         specs = {spec.name: spec for spec in resolve_specs((4096, 1024), 2, torch.bfloat16)}
@@ -252,3 +255,31 @@ class TestNames:
         with pytest.raises(UBShapeError) as raised:
             resolve_specs((4096, 1024), 2, torch.bfloat16, cfgs)
         assert all(word in str(raised.value) for word in words), str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("shape", "cfgs", "error", "valid"),
+        [
+            (
+                (4097, 1024),
+                {},
+                UBAlignmentError,
+                "T = 4097 is not a multiple of tp = 2.*; the next valid capacity is [4098, 1024]",
+            ),
+            ((2, 24), ONE_SPLIT, UBAlignmentError, "moves nothing below 64 .*; the next valid capacity is [4, 24]"),
+            ((1 << 22, 1024), {}, UBCapacityError, "the limit is .*; the largest valid capacity is [2097150, 1024]"),
+        ],
+    )
+    def test_a_capacity_that_does_not_fit_names_the_next_one(
+        self, shape: tuple[int, int], cfgs: dict[str, dict[str, object]], error: type[UBShapeError], valid: str
+    ) -> None:
+        with pytest.raises(error, match=valid.replace("[", r"\[")) as raised:
+            resolve_specs(shape, 2, torch.bfloat16, cfgs)
+        assert str(raised.value).startswith(f"capacity [{shape[0]}, {shape[1]}]: ")
+        assert "no larger T fits" not in str(raised.value)
+
+
+def test_an_fp8_pipeline_needs_whole_lines() -> None:
+    for dtype, hidden in ((torch.bfloat16, 1056), (torch.uint8, 1088)):
+        check_spec(CommSpec("fc2_fprop", "pipeline", "rs", (4096, hidden), 2, dtype))
+    with pytest.raises(UBAlignmentError, match=r"H = 1056 must be a multiple of 16 \* num_splits = 64; .* H is 1088"):
+        check_spec(CommSpec("fc2_fprop", "pipeline", "rs", (4096, 1056), 2, torch.uint8))
