@@ -33,9 +33,17 @@ def on_host() -> Iterator[None]:
         for name in ("zeros", "empty", "tensor", "ones"):
             stack.enter_context(mock.patch.object(torch, name, _not_cuda(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
-        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state()))
-        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", lambda s, **_: torch.set_rng_state(s)))
+        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_state))
+        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_state))
         yield
+
+
+def _get_state(**_: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, **_: Any) -> None:
+    torch.set_rng_state(state)
 
 
 def _not_cuda(function: Any) -> Any:

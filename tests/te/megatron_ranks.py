@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "unit"), str(HERE.parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 import megatron_cpu
 import torch

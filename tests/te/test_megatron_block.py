@@ -12,11 +12,7 @@ import megatron_cpu
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("megatron.core")
-te = pytest.importorskip("transformer_engine.pytorch")
-pytestmark = pytest.mark.te
-
+import transformer_engine.pytorch as te
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,6 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ub_dynamic import PackedBatch, UBCapacityError, UBShapeError, UBUnsupportedError, api
 from ub_dynamic.integrations import megatron
+
+pytestmark = pytest.mark.te
 
 TP, CAPACITY, HIDDEN = cpu_te.TP, cpu_te.CAPACITY, cpu_te.HIDDEN
 
@@ -83,7 +81,9 @@ def place(monkeypatch: pytest.MonkeyPatch, flags: list[Any]) -> Iterator[Place]:
 def packed(lengths: list[int], padded: list[int] | None = None) -> PackedSeqParams:
     """Boundaries as Megatron's data code makes them: four tensors of their own, and no flag."""
     real, rows = (torch.tensor([0, *each]).cumsum(0).int() for each in (lengths, padded or lengths))
-    return PackedSeqParams("thd", real, real.clone(), rows, rows.clone(), max(padded or lengths), max(padded or lengths))
+    return PackedSeqParams(
+        "thd", real, real.clone(), rows, rows.clone(), max(padded or lengths), max(padded or lengths)
+    )
 
 
 def test_stock_raises_at_another_t(place: Place) -> None:

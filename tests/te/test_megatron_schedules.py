@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.te, pytest.mark.timeout(900)]
-
 from ub_dynamic.testing.launch import run_ranks
+
+pytestmark = [pytest.mark.te, pytest.mark.timeout(900)]
 
 LENGTHS = [128, 64, 96, 32]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -40,7 +40,7 @@ def one_stage(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def start(ranks: int, runs: dict[str, dict[str, Any]], folder: Path) -> Found:
     program = Path(__file__).with_name("megatron_ranks.py")
-    run_ranks(program, ranks, [str(folder), json.dumps(runs)], launcher="torchrun", timeout=600).check()
+    run_ranks(program, ranks, [str(folder), json.dumps(runs)], launcher="torchrun", timeout=400).check()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -66,7 +66,7 @@ def test_without_install_the_capacity_stays_active(two_stages: Found) -> None:
 def test_a_backward_follows_the_forward_of_another_microbatch(two_stages: Found, name: str) -> None:
     """So setting T in the forward alone would not do."""
     events = two_stages[0][name]["events"]
-    changes = [(a, b) for a, b in zip(events, events[1:], strict=False) if (a[0], b[0]) == ("forward", "backward")]
+    changes = [(a, b) for a, b in itertools.pairwise(events) if (a[0], b[0]) == ("forward", "backward")]
     assert changes
     assert all(before[2] != after[2] for before, after in changes[:2])
 

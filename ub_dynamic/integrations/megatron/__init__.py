@@ -6,9 +6,9 @@ every pipeline schedule, and ``pad_between_seqs`` is filled in. :func:`plan_batc
 Megatron's packed microbatches from lengths, :func:`graph_decoder` runs its decoder from one CUDA graph a shape.
 """
 
+from .adapter import install, is_installed, uninstall
 from .configuration import check_config
 from .graphs import graph_decoder
-from .install import install, is_installed, uninstall
 from .microbatches import Microbatch, plan_batches
 
 __all__ = ["Microbatch", "check_config", "graph_decoder", "install", "is_installed", "plan_batches", "uninstall"]

@@ -21,8 +21,8 @@ from ...backends.te.graphs import GraphedMicrobatches
 from ...backends.te.patches import Patches
 from ...errors import UBUnsupportedError
 from . import tokens
+from .adapter import Adapter, adapter
 from .configuration import check_config
-from .install import Adapter, adapter
 
 
 class GraphedDecoder:

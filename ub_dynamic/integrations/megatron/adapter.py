@@ -163,14 +163,16 @@ def adapter() -> Adapter:
 
 
 def _blocks() -> Iterable[type]:
+    found: list[type] = []
     for number, (where, name) in enumerate(BLOCKS):
         module = _import(where, required=number == 0)
         owner = getattr(module, name, None)
-        # An alias or a subclass without a forward of its own comes through the class that has it.
+        # An alias, or a subclass without a forward of its own, comes through the class that has it.
         if owner is not None and "forward" in vars(owner):
-            yield owner
+            found += [] if owner in found else [owner]
         elif number == 0:
             raise UBUnsupportedError(f"{where} has no {name} with a forward of its own")
+    return found
 
 
 def _import(name: str, *, required: bool) -> ModuleType | None:
