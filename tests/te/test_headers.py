@@ -76,6 +76,14 @@ def test_a_renamed_member_does_not_compile(tmp_path: Path) -> None:
         build.compile_file(tools, build.SOURCES / "active_shape.cpp", tmp_path / "active_shape.so")
 
 
+def test_a_flag_that_a_version_lacks_is_left_out(tmp_path: Path) -> None:
+    shutil.copytree(headers(VERSIONS[-1]) / "include", tmp_path / "include")
+    header = tmp_path / "include" / "transformer_engine" / "comm_gemm_overlap.h"
+    header.write_text(header.read_text().replace("_rs_overlap_first_gemm", "_first"))
+    tools = replace(build.find_toolchain(), te_include=tmp_path / "include")
+    build.compile_file(tools, build.SOURCES / "active_shape.cpp", tmp_path / "active_shape.so")
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_stand_ins_give_the_layout_of_the_real_headers(version: str, tmp_path: Path) -> None:
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"

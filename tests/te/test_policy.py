@@ -351,6 +351,25 @@ class TestLayers:
             frozen(operand(frozen, CAPACITY)).sum().backward()
             world.backend.connect(None)
 
+    def test_a_fused_operation_has_no_ring_backward(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformer_engine.pytorch.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear as Fused
+
+        reached: list[dict[str, Any]] = []
+        monkeypatch.setattr(Fused, "_functional_backward", staticmethod(lambda **given: reached.append(given)))
+        given = {"ub_comm_name": "fc1", "tensor_parallel_mode": "column", "weight_requires_grad": True}
+        with te_world(monkeypatch, {"fc1_dgrad": (RING, BULK)}) as world:
+            world.backend.connect(lambda name, tokens: None)
+            switch(world, fc1_dgrad=RING)
+            with pytest.raises(UBUnsupportedError, match=r"chose ring_exchange for fc1_dgrad.*te\.ops"):
+                Fused._functional_backward(**given)
+            Fused._functional_backward(**given | {"weight_requires_grad": False})  # it reduce-scatters then
+            switch(world, fc1_dgrad=BULK)
+            Fused._functional_backward(**given)
+            with pytest.raises(UBUnsupportedError, match="fc1_dgrad with a pipelined"):
+                Fused._functional_backward(**given | {"weight_requires_grad": False})
+            assert len(reached) == 2
+            world.backend.connect(None)
+
     def test_notes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with te_world(monkeypatch, EVERYTHING) as world:
             notes = world.backend.notes
