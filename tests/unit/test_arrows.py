@@ -44,7 +44,8 @@ ARROWS = {
     "manager": ARITHMETIC | RANKS | {"packing", "overlap", "policy", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS,
-    "api": BACKEND | {"manager", "packing", "policy", "tuning_table", "backends.host", "backends.te"},
+    "agreement": BACKEND | {"manager", "policy", "tuning_table"},
+    "api": BACKEND | {"agreement", "manager", "packing", "policy", "tuning_table", "backends.host", "backends.te"},
     "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything

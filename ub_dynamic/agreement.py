@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``initialize_ub`` takes, checked and then compared between the ranks, before anything is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .backends.names import GEMM_METHODS, check_cfgs, registered_specs, resolve_specs
+from .errors import UBRankMismatchError, UBShapeError, UBUnsupportedError
+from .groups import Group
+from .manager import check_arguments
+from .policy import ChooseOverlap, Policy, policy_of
+from .rules import combine, token_rule
+from .shapes import CommSpec, Shape, parse_shape
+from .tuning_table import TuningTable
+
+PolicyArgument = Policy | TuningTable | ChooseOverlap | str | os.PathLike[str] | None
+
+
+def check_group_arguments(tp_size: Any, tp_group: Any) -> None:
+    """Raise for what no group can be made of; without a group there is nobody to tell."""
+    if type(tp_size) is not int or tp_size < 1:
+        raise UBShapeError(f"tp_size = {tp_size!r}: it is a positive int, the number of ranks of the TP group")
+    known = isinstance(tp_group, torch.distributed.ProcessGroup) or hasattr(tp_group, "Get_size")
+    if tp_group is not None and not known:
+        raise UBUnsupportedError(
+            f"tp_group = {tp_group!r}: it is an mpi4py communicator or a torch.distributed process group"
+        )
+
+
+def agree(
+    group: Group, shape: Any, tp_size: int, te: bool, options: Mapping[str, Any], policy: PolicyArgument
+) -> tuple[Shape, Policy | None]:
+    """The capacity and the policy, after all ranks of the group have found the same arguments to be valid.
+
+    A rank that refuses its own arguments tells the others, which would wait for it otherwise.
+    """
+    refusal: Exception | None = None
+    chosen: Policy | None = None
+    try:
+        check_arguments(options["check"], options["timeout"])
+        capacity = parse_shape(shape, "capacity shape")
+        specs = _configured(capacity, tp_size, te, options)
+        chosen = _resolve_policy(policy, capacity, te, options["dtype"], tp_size, specs)
+    except Exception as error:
+        refusal = error
+    facts = {"shape": shape, **options, "policy": None if chosen is None else chosen.digest()}
+    mine = ", ".join(f"{name} = {value!r}" for name, value in facts.items() if value is not None)
+    told = group.allgather(
+        (mine, None if refusal is None else str(refusal)), "comparing the arguments of initialize_ub"
+    )
+    if refusal is not None:
+        raise refusal
+    ranks = list(zip(group.members, told, strict=True))
+    if refused := [f"rank {rank}: {text}" for rank, (_, text) in ranks if text is not None]:
+        raise UBRankMismatchError(f"initialize_ub was refused on {'; '.join(refused)}")
+    if len({facts for facts, _ in told}) > 1:
+        raise UBRankMismatchError(
+            "the ranks call initialize_ub with different arguments: "
+            + "; ".join(f"rank {rank}: {facts}" for rank, (facts, _) in ranks)
+        )
+    return capacity, chosen
+
+
+def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, Any]) -> tuple[CommSpec, ...]:
+    """The communicators as ``ub_cfgs`` configures them; of one ``ub_cfgs`` for each of TE's modes, the first."""
+    ub_cfgs = options["ub_cfgs"]
+    listed = isinstance(ub_cfgs, Sequence) and not isinstance(ub_cfgs, str)
+    if listed and not te:
+        raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
+    every = list(ub_cfgs) if listed else [ub_cfgs]
+    for cfgs in every:
+        check_cfgs(cfgs)
+    return resolve_specs(capacity, tp_size, options["dtype"], every[0] if every else None) if tp_size > 1 else ()
+
+
+def _resolve_policy(
+    policy: PolicyArgument, capacity: Shape, te: bool, dtype: torch.dtype, tp_size: int, specs: Sequence[CommSpec]
+) -> Policy | None:
+    """``policy`` as a :class:`Policy` that these communicators can follow, or None."""
+    if policy is None or policy == "always":
+        return None
+    if isinstance(policy, str | os.PathLike):
+        policy = TuningTable.load(policy)
+    if isinstance(policy, TuningTable):
+        mode = f"{tp_size}-gpus" if torch.cuda.device_count() >= tp_size else None
+        kind = str(dtype).removeprefix("torch.")
+        policy.check_fits(tp=tp_size, hidden=capacity[1], dtype=kind, mode=mode if te else "cpu-mpi")
+        policy = policy.policy()
+    if not isinstance(policy, Policy):
+        if not callable(policy):
+            raise UBUnsupportedError(
+                f'policy = {policy!r}: it is None, "always", the path of a tuning table, a TuningTable, a Policy, or a '
+                "callable (gemm, tokens) -> OverlapConfig | None"
+            )
+        rule = combine((token_rule(spec) for spec in specs if spec.method != "external"), capacity[0])
+        policy = policy_of(policy, tuple(GEMM_METHODS), range(rule.minimum, rule.maximum + 1, rule.multiple))
+    if specs:
+        registered_specs(specs, policy.configurations())  # raises for what they cannot follow
+    return policy
