@@ -27,13 +27,14 @@ TE_VERSION ?= 2.20.2
 TE_TORCH ?= 2.11.0
 TE_HEADERS ?= 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 
-.PHONY: help demo test lint bench test-te clean
+.PHONY: help demo test lint bench docs test-te clean
 
 help:
 	@echo "make demo     variable-T training on two ranks, on documents that every machine has"
 	@echo "make test     unit, MPI and GPU tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    the CPU benchmarks and the tables made from them"
+	@echo "make docs     the pages of docs/, into out/docs"
 	@echo "make test-te  tests against the real Transformer Engine, no GPU needed"
 	@echo "make clean    remove what the above made"
 
@@ -50,6 +51,13 @@ lint: $(READY)
 bench: $(READY)
 	$(DEMO) --result
 	$(PY) benchmarks/run_all.py
+
+docs: $(VENV)/.docs-ready
+	$(VENV)/bin/mkdocs build --strict
+
+$(VENV)/.docs-ready: $(READY)
+	$(PY) -m pip install $(PIP_OPTIONS) -e '.[docs]'
+	touch $@
 
 test-te: $(READY_TE)
 	$(VENV_TE)/bin/python -m pytest tests/te

@@ -117,7 +117,7 @@ def test_import_needs_only_torch(module: str) -> None:
 
 
 def text_files() -> list[Path]:
-    folders = ("ub_dynamic", "tests", "examples", "benchmarks", ".ci")
+    folders = ("ub_dynamic", "tests", "examples", "benchmarks", "docs", ".ci")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     found += [path for path in ROOT.iterdir() if path.is_file() and path.name != "LICENSE"]
     binary = (".png", ".pdf", ".so")
