@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark program that starts itself on several ranks of one GPU and gets rows back as they are measured.
+"""A benchmark program that starts itself on several ranks, of one GPU or one a GPU, and gets rows back as they come.
 
 The same file is both: started by hand it launches the ranks, started by the launcher it measures. Rank 0
 appends one JSON line a row, so that a run that ends early, or is ended, keeps what it has.
@@ -12,16 +12,16 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ub_dynamic.testing.one_gpu import OneGpu, active_ranks, run
+from ub_dynamic.bench.report import Report
+from ub_dynamic.bench.start import EVENTS, collect
+from ub_dynamic.bench.worlds import TEWorld, World
+from ub_dynamic.testing.one_gpu import active_ranks
 from ub_dynamic.testing.results import write_result
 
-_ROWS = "UB_DYNAMIC_BENCH_ROWS"
-_ROOT = str(Path(__file__).resolve().parents[1])
 _ENDED = 128 + 15  # exit status of a run that SIGTERM ended
 
 Row = dict[str, Any]
@@ -36,47 +36,42 @@ def parser(description: str, *, tp: Sequence[int] = (2, 4), timeout: float = 300
     made.add_argument("--out", type=Path, default=None, help="folder of the result file")
     made.add_argument("--timeout", type=float, default=timeout, help="seconds for each start")
     made.add_argument("--no-mps", action="store_true", help="let the ranks take turns")
+    made.add_argument("--gpus", action="store_true", help="one rank a GPU, started by torchrun")
     return made
 
 
 def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figures) -> int:
     """Launch, or measure on this rank. The result file is written after each start, with all rows so far."""
-    if active_ranks() is not None and _ROWS in os.environ:
+    if EVENTS in os.environ:
         _measure(measure, options)
         return 0
     rows: list[Row] = []
     worst = 0
     for tp in options.tp:
-        code, found = start(tp, sys.argv, timeout_s=options.timeout, mps=not options.no_mps)
+        code, found = start(tp, sys.argv, timeout_s=options.timeout, mps=not options.no_mps, gpus=options.gpus)
         rows += found
         worst = worst or code
         if not found:
             print(f"{name}: no rows from {tp} ranks (status {code})", file=sys.stderr)
         else:
             made = {**figures(rows), "failed_starts": int(worst != 0)}
-            write_result(name, made, rows, mode=f"one-gpu-{max(row['tp'] for row in rows)}-ranks", folder=options.out)
+            mode = mode_of(max(row["tp"] for row in rows), options.gpus)
+            write_result(name, made, rows, mode=mode, folder=options.out)
             print(name, json.dumps(made))
         if code == _ENDED:
             break
     return worst
 
 
-def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool) -> tuple[int, list[Row]]:
+def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool, gpus: bool = False) -> tuple[int, list[Row]]:
     """Run a benchmark file with its arguments on ``tp`` ranks; its exit status and the rows it wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows")
-        path.touch()
-        environment = {
-            _ROWS: str(path),
-            "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")])),
-        }
-        options = OneGpu(tp, mps=mps, timeout_s=timeout_s, env=environment)
-        try:
-            code = run([sys.executable, "-W", "ignore", *command], options).returncode
-        except SystemExit as ended:  # by a signal, when all ranks are gone: what they measured counts
-            code = int(ended.code or 0)
-        lines = path.read_text().split("\n")[:-1]  # whole lines
-        return code, [json.loads(line) for line in lines]
+    ended = collect(command, mode_of(tp, gpus), tp, timeout_s, mps=mps, output=sys.stdout.buffer)
+    return ended.status, ended.rows
+
+
+def mode_of(ranks: int, gpus: bool) -> str:
+    """The mode of a result file."""
+    return f"{ranks}-gpus" if gpus else f"one-gpu-{ranks}-ranks"
 
 
 def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
@@ -89,7 +84,7 @@ def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
     merged = {
         **newest,
         "command": re.sub(r"--tp( \d+)+", f"--tp {sizes}", newest["command"]),
-        "mode": f"one-gpu-{max(row['tp'] for row in rows)}-ranks",
+        "mode": mode_of(max(row["tp"] for row in rows), newest["mode"].endswith("-gpus")),
         "figures": {**figures(rows), "failed_starts": failed},
         "rows": rows,
     }
@@ -99,16 +94,32 @@ def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
 
 
 def _ranks(record: Mapping[str, Any]) -> str:
-    return str(record["mode"]).split("-")[2]
+    found = re.search(r"\d+", str(record["mode"]))
+    return found[0] if found else "0"
+
+
+def measuring(measure: Callable[[World, Mapping[str, Any], Report], None], timings: bool = False) -> Measure:
+    """A measurement of :mod:`ub_dynamic.bench` as such a program has it; ``timings``: on processors of its own."""
+
+    def adapted(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
+        from ub_dynamic.testing.te_world import keep_to_own_processors
+
+        if timings:
+            keep_to_own_processors(world)
+        mode = mode_of(world.size, active_ranks() is None)
+        report = Report(lambda event: add(event["row"]) if "row" in event else None)
+        measure(TEWorld(world, mode), vars(options), report)
+
+    return adapted
 
 
 def _measure(measure: Measure, options: argparse.Namespace) -> None:
     from ub_dynamic.testing.te_world import te_world
 
-    with te_world() as world, open(os.environ[_ROWS], "a", buffering=1) as file:
+    with te_world() as world, open(os.environ[EVENTS], "a", buffering=1) as file:
 
         def add(row: Mapping[str, Any]) -> None:
             if world.rank == 0:
-                file.write(json.dumps({"tp": world.size, **row}) + "\n")
+                file.write(json.dumps({"row": {"tp": world.size, **row}}) + "\n")
 
         measure(world, options, add)

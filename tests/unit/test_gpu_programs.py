@@ -6,11 +6,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import random
 import sys
 import tarfile
 import types
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -102,24 +100,6 @@ class TestFigures:
             **costs,
             "lengths_time_over_token_ratio": 1.01,
         }
-
-    @pytest.mark.parametrize("count", [2, 4])
-    def test_every_arm_follows_every_other_equally_often(self, count: int) -> None:
-        orders = load("te_step").rounds_of(count)
-        assert all(sorted(order) == list(range(count)) for order in orders)
-        pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
-        assert set(pairs.values()) == {1}
-        assert len(pairs) == count * (count - 1)
-
-    def test_a_ratio_is_a_median_with_an_interval(self) -> None:
-        ratio = load("te_step").ratio
-        generator = random.Random(1)
-        under = [generator.gauss(1, 0.1) for _ in range(400)]
-        over = [1.02 * each * generator.gauss(1, 0.01) for each in under]
-        median, interval = ratio(over, under)
-        assert median == pytest.approx(1.02, abs=0.002)
-        assert interval == pytest.approx(1.02 * 1.96 * 1.25 * 0.01 / 20, rel=0.5)
-        assert ratio([1.0, 3.0], [1.0, 2.0]) == (1.25, 0.25)
 
     def test_bits(self) -> None:
         row = {"overlap": "default", "layer": "te.Linear row", "recipe": "current", "cases": 40, "mismatches": 0}

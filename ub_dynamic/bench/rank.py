@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TextIO
 
 from .benches import BENCHES
 from .report import Report
@@ -19,10 +21,14 @@ def main(path: str) -> None:
     bench = BENCHES[job["bench"]]
     with open_world(job["backend"], job["mode"]) as world:
         if world.rank:
-            bench.measure(world, job["options"], Report(None))
+            bench.measure(world, job["options"], Report())
             return
-        with open(os.environ[EVENTS], "a") as file:
-            bench.measure(world, job["options"], Report(file))
+        with open(os.environ[EVENTS], "a", buffering=1) as file:
+            bench.measure(world, job["options"], Report(lambda event: _write(file, event)))
+
+
+def _write(file: TextIO, event: Mapping[str, Any]) -> None:
+    file.write(json.dumps(event) + "\n")
 
 
 if __name__ == "__main__":

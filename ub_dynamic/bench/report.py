@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class Report:
-    """Writes one JSON line for each event to ``file``; without a file (another rank) it says nothing."""
+    """Gives every event to ``say``; without one (another rank) it says nothing."""
 
-    def __init__(self, file: TextIO | None) -> None:
-        self._file = file
+    def __init__(self, say: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self._say = say
         self._said: set[str] = set()
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -31,9 +30,8 @@ class Report:
             self._write({"refused": reason})
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(event) + "\n")
-            self._file.flush()
+        if self._say is not None:
+            self._say(event)
 
 
 class Budget:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -98,9 +99,13 @@ def collect(
     on_event: OnEvent | None = None,
     *,
     mps: bool = True,
+    output: BinaryIO | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run ``python <words>`` on the ranks of ``mode`` and collect what the first of them says."""
+    """Run ``python <words>`` on the ranks of ``mode`` and collect what the first of them says.
+
+    ``output``: what the ranks print goes there too, line by line where they share a GPU, else at the end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "events")
         path.touch()
@@ -108,27 +113,33 @@ def collect(
         environment = {**added, EVENTS: str(path), "PYTHONPATH": _python_path()}
         with _Reader(path, on_event) as reader:
             if mode.startswith("one-gpu"):
-                status, output = _on_one_gpu(words, ranks, timeout_s, environment, mps)
+                status, said = _on_one_gpu(words, ranks, timeout_s, environment, mps, output)
             else:
-                status, output = _launched(words, mode, ranks, timeout_s, environment)
-        return Ended(status, tuple(reader.events), output)
+                status, said = _launched(words, mode, ranks, timeout_s, environment)
+                if output is not None:
+                    output.write(said.encode())
+                    output.flush()
+        return Ended(status, tuple(reader.events), said)
 
 
 def _on_one_gpu(
-    words: Sequence[str], ranks: int, timeout_s: float, environment: Mapping[str, str], mps: bool
+    words: Sequence[str],
+    ranks: int,
+    timeout_s: float,
+    environment: Mapping[str, str],
+    mps: bool,
+    output: BinaryIO | None,
 ) -> tuple[int, str]:
-    import shutil
-
     mps = mps and (running() or shutil.which(CONTROL) is not None)
-    with tempfile.TemporaryFile() as output:
-        options = one_gpu.OneGpu(ranks, mps=mps, timeout_s=timeout_s, env=environment)
-        command = [sys.executable, "-W", "ignore", *words]
+    options = one_gpu.OneGpu(ranks, mps=mps, timeout_s=timeout_s, env=environment)
+    with tempfile.TemporaryFile() as kept:
+        stream = cast(BinaryIO, kept) if output is None else output
         try:
-            status = one_gpu.run(command, options, cast(BinaryIO, output)).returncode
+            status = one_gpu.run([sys.executable, "-W", "ignore", *words], options, stream).returncode
         except SystemExit as ended:  # by a signal, when all ranks are gone: what they measured counts
             status = int(ended.code or 0)
-        output.seek(0)
-        return status, output.read().decode(errors="replace")
+        kept.seek(0)
+        return status, kept.read().decode(errors="replace")
 
 
 def _launched(

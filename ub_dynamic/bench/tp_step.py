@@ -81,7 +81,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     policy = load_policy(options)
     arms = supported(world, options["arms"], policy, report)
     steps_of = factory_of(world, {**options, "arms": arms}, policy)
-    _settle(world)
+    settle(world)
     lengths = sorted(options["tokens"], reverse=True)
     weights = {tokens: float(len(arms)) + (2 * len(COSTS) if tokens == lengths[-1] else 0) for tokens in lengths}
     budget = Budget(options["seconds"], weights)
@@ -93,7 +93,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     report.progress(len(lengths), len(lengths), "done")
 
 
-def _settle(world: World) -> None:
+def settle(world: World) -> None:
     """What start-up left behind stays, so that a collection between rounds takes no time."""
     gc.collect()
     gc.freeze()

@@ -219,13 +219,19 @@ def _measure(
         watched.console.print(f"Written to {path}", highlight=False)
 
 
+# What a table leaves to the result file.
+_LEFT_OUT = ("_interval", "_spread_us", "_fraction", "_excess", "_per_s")
+_KEPT_TO_FILE = {"kind", "operation", "rounds", "blocks", "epochs"}
+
+
 def _show(watched: Watched, rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
     """The rows, without columns that are the same in all of them, and the figures."""
-    columns = list(dict.fromkeys(key for row in rows for key in row if not key.endswith(("_interval", "_spread_us"))))
-    same = {key for key in columns if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1}
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    same = {key for key in columns if len({str(row.get(key)) for row in rows}) == 1}
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column in (shown := [key for key in columns if key not in same]):
-        table.add_column(column, justify="right", overflow="fold")
+    shown = [key for key in columns if key not in same | _KEPT_TO_FILE and not key.endswith(_LEFT_OUT)]
+    for column in shown:
+        table.add_column(column.replace("_", " "), justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in shown))
     if len(rows) > 1:
