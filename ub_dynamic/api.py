@@ -124,7 +124,9 @@ def _create_te(*args: Any, **options: Any) -> Backend:
     return create_te_backend(*args, **options)
 
 
-def install(*, check: Check = "deferred", guard: bool = True, auto: bool = False) -> None:
+def install(
+    *, check: Check = "deferred", guard: bool = True, auto: bool = False, policy: PolicyArgument = None
+) -> None:
     """Put this package behind Transformer Engine's own names, so that a training script need not change.
 
     ``te.initialize_ub``, ``te.module.initialize_ub`` and ``te.module.base.initialize_ub`` (and ``destroy_ub``) become
@@ -135,8 +137,9 @@ def install(*, check: Check = "deferred", guard: bool = True, auto: bool = False
     from .backends.te import install as te
 
     te.uninstall()
+    options: dict[str, Any] = {"check": check, "guard": guard, "auto": auto, "policy": policy}
     te.install(
-        initialize_ub=functools.partial(initialize_ub, backend="te", check=check, guard=guard, auto=auto),
+        initialize_ub=functools.partial(initialize_ub, backend="te", **options),
         destroy_ub=destroy_ub,
         set_ub_active_shape=set_ub_active_shape,
         set_buffer_active_shape=set_buffer_active_shape,

@@ -45,7 +45,7 @@ ARROWS = {
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS,
     "agreement": BACKEND | {"manager", "policy", "tuning_table"},
-    "api": BACKEND | {"agreement", "manager", "packing", "policy", "tuning_table", "backends.host", "backends.te"},
+    "api": BACKEND | {"agreement", "manager", "packing", "backends.host", "backends.te"},
     "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything

@@ -94,8 +94,6 @@ def _spec(key: Key, name: str, facts: Mapping[str, Any], keys: Iterable[Key], ca
         return "atomic GEMM overlap counts the tiles of a fixed shape"
     if dtype not in (torch.bfloat16, torch.uint8):
         return f"its buffer is {facts['dtype']}, but TE's reduce-scatter kernels compute in bfloat16"
-    if dtype == torch.uint8 and method == "pipeline" and capacity[1] % (16 * facts["num_splits"]):
-        return f"an FP8 pipeline needs H to be a multiple of 16 * num_splits = {16 * facts['num_splits']}"
     p2p = facts["is_p2p"]
     spec = CommSpec(
         name=name,
