@@ -59,7 +59,7 @@ def test_every_layer_sees_its_own_tokens(two_stages: Found, name: str) -> None:
 
 def test_without_install_the_capacity_stays_active(two_stages: Found) -> None:
     """What makes the test above one that can fail."""
-    assert {event[2] for event in wrong(two_stages, "1f1b, stock")} == {"forward", "backward"}
+    assert {event[1] for event in wrong(two_stages, "1f1b, stock")} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
