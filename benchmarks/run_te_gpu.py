@@ -73,6 +73,8 @@ PARTS: tuple[Part, ...] = (
     _benchmark("te_step", 4, 200, "--seconds", "{step}", alone=True, gpu=1),
     _benchmark("te_set_shape", 2, 50, "--no-mps", alone=True),
     _benchmark("te_reinit", 2, 45, "--no-mps", alone=True),
+    _benchmark("te_policy", 2, 120, result="policy", alone=True),
+    _benchmark("te_policy", 4, 150, result="policy", alone=True, gpu=1),
     _benchmark("te_set_shape", 4, 55, "--no-mps", alone=True, gpu=1),
     _benchmark("te_reinit", 4, 55, "--no-mps", alone=True, gpu=1),
     _benchmark("cp_hierarchical_gpu", 4, 70, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True),

@@ -31,7 +31,7 @@ from ub_dynamic.testing.mps import CONTROL
 from ub_dynamic.testing.te_layers import OVERLAPS, Overlap
 from ub_dynamic.testing.te_world import World, quantization_modes, te_world, ub_cfgs_with_room
 
-MODULES = ("cases_bits", "cases_guard", "cases_input", "cases_schedule", "cases_life", "cases_dropin")
+MODULES = ("cases_bits", "cases_guard", "cases_input", "cases_schedule", "cases_life", "cases_policy", "cases_dropin")
 STARTS = 6  # so many starts for one number of ranks, then the rest is not run
 HERE = Path(__file__).resolve().parent
 

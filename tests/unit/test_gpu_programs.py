@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from ub_dynamic.backends.names import GEMM_METHODS
+from ub_dynamic.overlap import OverlapConfig
+from ub_dynamic.testing import te_policy
 from ub_dynamic.testing.te_bits import random_lengths, sweeps
 from ub_dynamic.testing.te_layers import KINDS, OVERLAPS, differing, outside_tolerance
 
@@ -64,6 +67,38 @@ class TestLengths:
         assert {recipe for sweep in found for recipe in sweep.recipes} == {"bf16", "delayed", "current"}
         fp8 = [tokens for sweep in found if sweep.mode == "fp8" for tokens in sweep.lengths]
         assert all(tokens % (16 * 4) == 0 for tokens in fp8)
+
+
+class TestPolicyStages:
+    @pytest.mark.parametrize(("tp", "devices", "most"), [(2, 1, 16), (4, 1, 8), (4, 4, 16)])
+    def test_every_t_has_choices_that_its_gpu_can_take(
+        self, tp: int, devices: int, most: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        world = types.SimpleNamespace(size=tp)
+        found = te_policy.stages(world, 1)
+        assert te_policy.stages(world, 1) == found
+        assert te_policy.CAPACITY in found  # so that each change of T is a switch
+        configs = [config for choices in found.values() for config in choices.values()]
+        assert {config.method for config in configs} == {"none", "bulk", "pipeline", "ring_exchange"}
+        assert max(config.num_sm or 0 for config in configs) == most
+        assert any(config.aggregate for config in configs)
+        for choices in found.values():
+            assert set(choices) == set(GEMM_METHODS)
+            assert (choices["fc1_fprop"].method == "none") == (choices["fc2_dgrad"].method == "none")
+        policy = te_policy.policy_of_stages(found)
+        assert all(policy.choices(tokens)["fc2_fprop"].config == found[tokens]["fc2_fprop"] for tokens in found)
+
+    def test_layers_are_built_for_a_choice(self) -> None:
+        choices = {"fc1_fprop": OverlapConfig("none"), "fc2_fprop": OverlapConfig("pipeline"),
+                   "fc1_dgrad": OverlapConfig("ring_exchange")}  # fmt: skip
+        assert te_policy.layer_flags(choices, "fc1_fprop", "fc2_fprop", "fc1_dgrad") == {
+            "ub_overlap_ag": False,
+            "ub_overlap_rs": True,
+            "ub_overlap_rs_dgrad": True,
+            "ub_bulk_dgrad": False,
+            "ub_bulk_wgrad": False,
+        }
 
 
 class TestComparison:
@@ -117,6 +152,19 @@ class TestFigures:
         assert max(lengths) == 16384
         assert all(tokens % 4 == 0 for tokens in lengths)
         assert len(set(lengths)) > 15
+
+    def test_policy(self) -> None:
+        bits = {"kind": "bits", "microbatches": 1000, "switches": 2900, "configurations": 40, "mismatches": 0,
+                "memory_growth_bytes": -512}  # fmt: skip
+        cost = {"kind": "cost", "switch_cost_us": 1.5, "switching_growth_bytes": 4096}
+        assert load("te_policy").figures([bits, {**bits, "switches": 2800, "mismatches": 1}, cost]) == {
+            "microbatches": 1000,
+            "switches": 2800,
+            "configurations": 40,
+            "mismatches": 1,
+            "switch_cost_us": 1.5,
+            "memory_growth_bytes": 4096,
+        }
 
     def test_memcheck_reads_every_summary(self) -> None:
         program = load("te_memcheck")

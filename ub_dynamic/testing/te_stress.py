@@ -80,7 +80,7 @@ def _dynamic(world: World, operations: list[Operation]) -> tuple[dict[int, Tenso
     player = _Player(world)
     player.warm_up(manager)
     world.barrier()
-    start = _requested()
+    start = requested_bytes()
     for operation in operations:
         if operation.kind == "set_shape":
             manager.set_active_shape([operation.tokens, HIDDEN])
@@ -92,7 +92,7 @@ def _dynamic(world: World, operations: list[Operation]) -> tuple[dict[int, Tenso
     world.barrier()
     storages = [tensor.untyped_storage() for tensors in found.values() for tensor in tensors.values()]
     kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    growth = _requested() - start - sum(kept.values())
+    growth = requested_bytes() - start - sum(kept.values())
     assert manager.active[0] == _last_shape(operations, capacity), f"the active shape ended as {manager.active}"
     ubd.destroy_ub()
     return found, _shape_changes(operations, capacity), growth
@@ -112,7 +112,7 @@ def _shape_changes(operations: list[Operation], active: int) -> int:
     return changes
 
 
-def _requested() -> int:
+def requested_bytes() -> int:
     """Bytes that are asked of the allocator and not given back, without its rounding."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # it takes note of what other streams have done with
@@ -148,7 +148,7 @@ class _Player:
             "attention": torch.nn.Sequential(
                 KINDS["te.Linear column"].build(HIDDEN, world, flags),
                 torch.nn.Tanh(),
-                _Narrow(HIDDEN // world.size),
+                Narrow(HIDDEN // world.size),
                 KINDS["te.Linear row"].build(HIDDEN, world, flags),
             ),
             "mlp": KINDS["te.LayerNormMLP"].build(HIDDEN, world, ring_dgrad),
@@ -217,7 +217,7 @@ class _Player:
         return random_tensor((rows, columns), self._world, operation.seed)
 
 
-class _Narrow(torch.nn.Module):
+class Narrow(torch.nn.Module):
     """The first columns of a column-parallel output, as many as the row-parallel layer takes."""
 
     def __init__(self, columns: int) -> None:

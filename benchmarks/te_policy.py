@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the overlap by T: what a switch costs, and whether results stay those of each configuration. Writes
+policy.json.
+
+python benchmarks/te_policy.py --tp 2 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import _one_gpu
+
+import ub_dynamic as ubd
+from ub_dynamic.testing import te_policy
+from ub_dynamic.testing.te_memory import alternate, device_bytes, initialise, resident_bytes, time_calls
+from ub_dynamic.testing.te_world import keep_to_own_processors, ub_cfgs_with_room
+
+_ROUNDS = (False, True, True, False)  # without a policy, with, with, without
+
+
+def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
+    begin = time.perf_counter()
+    outcome = te_policy.run(world, options.microbatches, options.seed)
+    add({"kind": "bits", "seed": options.seed, **asdict(outcome), "seconds": time.perf_counter() - begin})
+    if world.rank == 0:
+        print(outcome, flush=True)
+    keep_to_own_processors(world)
+    found = te_policy.stages(world, options.seed)
+    policy, lengths = te_policy.policy_of_stages(found), tuple(found)
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    growth = 0
+    for chooses in _ROUNDS:
+        manager = initialise(
+            world,
+            [te_policy.CAPACITY, te_policy.HIDDEN],
+            ub_cfgs=ub_cfgs_with_room(world),
+            policy=policy if chooses else None,
+        )
+        alternate(world, lengths, te_policy.HIDDEN, 2000)
+        world.barrier()
+        taken[chooses] += time_calls(world, lengths, te_policy.HIDDEN, options.timed)
+        if chooses:
+            growth = max(growth, _growth(world, lengths, options.switches))
+        communicators = len(manager.backend.specs) + len(manager.backend.skipped)
+        del manager
+        world.barrier()
+        ubd.destroy_ub()
+        if chooses:
+            more = communicators
+    without, chosen = (statistics.median(taken[chooses]) for chooses in (False, True))
+    row = {
+        "set_shape_median_us": without,
+        "set_shape_with_policy_median_us": chosen,
+        "switch_cost_us": chosen - without,
+        "calls": options.switches,
+        "switching_growth_bytes": growth,
+        "communicators": more,
+    }
+    rows = world.gather(row)
+    add({"kind": "cost", **{key: max(each[key] for each in rows) for key in row}})
+
+
+def _growth(world: Any, lengths: Sequence[int], calls: int) -> int:
+    """Bytes that ``calls`` switches leave behind, on the host and on the device."""
+    alternate(world, lengths, te_policy.HIDDEN, 100_000)  # pages that the allocators of the process take once
+    device, host = device_bytes(world), resident_bytes()
+    alternate(world, lengths, te_policy.HIDDEN, calls)
+    host = resident_bytes() - host
+    return max(0, host) + max(0, device_bytes(world) - device)
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    bits = [row for row in rows if row["kind"] == "bits"]
+    cost = [row for row in rows if row["kind"] == "cost"]
+    made: dict[str, float] = {}
+    if bits:
+        made["microbatches"] = min(row["microbatches"] for row in bits)
+        made["switches"] = min(row["switches"] for row in bits)
+        made["configurations"] = min(row["configurations"] for row in bits)
+        made["mismatches"] = sum(row["mismatches"] for row in bits)
+    if cost:
+        made["switch_cost_us"] = max(row["switch_cost_us"] for row in cost)
+    grown = [row["memory_growth_bytes"] for row in bits] + [row["switching_growth_bytes"] for row in cost]
+    if grown:
+        made["memory_growth_bytes"] = max(0, *grown)
+    return made
+
+
+if __name__ == "__main__":
+    options = _one_gpu.parser(__doc__, timeout=240)
+    options.add_argument("--microbatches", type=int, default=1000, help="each at another T than the one before")
+    options.add_argument("--timed", type=int, default=50_000, help="changes of each start that are timed one by one")
+    options.add_argument("--switches", type=int, default=200_000, help="changes between two looks at memory")
+    options.add_argument("--seed", type=int, default=20261130)
+    raise SystemExit(_one_gpu.main("policy", options.parse_args(), measure, figures))
