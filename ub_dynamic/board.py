@@ -233,23 +233,23 @@ def shared_file(group: Group, nbytes: int) -> mmap.mmap:
             f"the TP group spans the hosts {sorted(hosts)}; its ranks share no memory to compare shapes in: "
             'pass check="never"'
         )
-    name, failure = None, None
+    made, failure = None, None
     if group.rank == 0:
         shared = Path("/dev/shm")
         folder = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        descriptor, name = tempfile.mkstemp(prefix="ub_dynamic_", dir=folder)
+        descriptor, made = tempfile.mkstemp(prefix="ub_dynamic_", dir=folder)
         os.ftruncate(descriptor, nbytes)
         os.close(descriptor)
-    name = group.allgather(name, "naming the rank board")[0]
     try:
+        name = group.allgather(made, "naming the rank board")[0]
         try:
             descriptor = os.open(name, os.O_RDWR)
         except OSError as error:
             failure = f"rank {group.members[group.rank]}: {error}"
         failures = [text for text in group.allgather(failure, "opening the rank board") if text]
     finally:
-        if group.rank == 0:
-            os.unlink(name)
+        if made is not None:
+            os.unlink(made)
     if failures:
         raise UBUnsupportedError(f'the TP ranks cannot share {name} ({"; ".join(failures)}): pass check="never"')
     try:

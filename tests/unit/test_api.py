@@ -254,3 +254,12 @@ def test_bad_arguments_are_named(
     with pytest.raises(error, match=words) as raised:
         ub.initialize_ub(**{"shape": [128, 64], "tp_size": 4, "backend": "host", "check": "never", **arguments})
     assert type(raised.value) is error and backend.calls == [] and not ub.is_ub_initialized()
+
+
+def test_the_timeout_bounds_the_waits_of_the_board_too(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def board(group: Any, *, timeout_s: float) -> Any:
+        raise ZeroDivisionError(timeout_s)
+
+    monkeypatch.setattr(api, "RankBoard", board)
+    with pytest.raises(ZeroDivisionError, match=r"^3\.5$"):
+        ub.initialize_ub([128, 64], 4, backend="host", timeout=3.5)

@@ -13,6 +13,7 @@ import pytest
 
 from ub_dynamic.board import RankBoard
 from ub_dynamic.errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
+from ub_dynamic.groups import SoloGroup
 from ub_dynamic.testing.thread_group import ThreadGroup, on_threads
 
 
@@ -160,6 +161,21 @@ def test_dead_ranks_are_seen() -> None:
     assert first.dead_ranks() == [11]
 
 
+def test_a_rank_that_does_not_come_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Late(SoloGroup):
+        def allgather(self, value: object, what: str) -> list[object]:
+            if what == "naming the rank board":
+                assert Path(str(value)).exists()
+                raise UBTimeoutError(what)
+            return [value]
+
+    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    with pytest.raises(UBTimeoutError):
+        RankBoard(Late())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_change_of_one_communicator_says_which() -> None:
     first, second = boards(2)
     for board in (first, second):
@@ -183,3 +199,18 @@ def test_a_record_has_room_for_so_many() -> None:
     for names, tokens in ((64, 8), (1, 1 << 26)):
         with pytest.raises(UBUnsupportedError, match='room for 63 communicators and T up to 67108863.*check="never"'):
             board.name_communicators(["name"] * names, tokens)
+
+
+def test_native_code_gets_the_communicator_with_t() -> None:
+    first, second = boards(2)
+    first.name_communicators(("fc1_fprop",), 64)
+
+    class Native:
+        def exchange(self, tokens: int) -> bool:
+            RankBoard.publish(first, tokens)  # as the native code writes it: one number in the lower half
+            return False
+
+    first.use_native(lambda *_: Native())
+    second.publish(64)
+    with pytest.raises(UBRankMismatchError, match="rank 10: T = 64 of fc1_fprop; rank 11: T = 64"):
+        first.exchange(64, 1)

@@ -20,6 +20,7 @@ from ub_dynamic.backends.host import (
 from ub_dynamic.backends.host.buffers import ALIGNMENT, RegisteredMemory, allocated_bytes, allocation_count
 from ub_dynamic.backends.host.trace import GEMM, TRANSFER, WAIT, Span
 from ub_dynamic.groups import SoloGroup
+from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.shapes import CommSpec
 
 
@@ -100,3 +101,15 @@ def test_a_group_of_another_size_is_refused() -> None:
     spec = CommSpec("qkv_fprop", "ring_exchange", "ag", (64, 32), 4, torch.float32)
     with pytest.raises(ubd.UBShapeError, match="is for tp = 4, but the TP group has 2 ranks"):
         HostBackend([spec], Two())
+
+
+def test_a_policy_on_one_rank_has_no_effect_and_says_so() -> None:
+    manager = ubd.initialize_ub(
+        (64, 32), 1, dtype=torch.float32, backend="host", policy=lambda gemm, tokens: OverlapConfig("ring_exchange")
+    )
+    try:
+        assert "nothing to communicate" in manager.backend.notes["method"]
+        ubd.set_ub_active_shape([7, 32])
+        RowParallelLinear(48, 32, ub_name="fc2")(torch.randn(7, 48))
+    finally:
+        ubd.destroy_ub()

@@ -30,6 +30,9 @@ NOTES: Mapping[str, str] = {
     "num_sm": "accepted without effect: transfers on the host take a thread, not streaming multiprocessors",
     "first_gemm": "accepted without effect: there are no streams that a pipeline's first GEMM could wait on",
 }
+NOTES_OF_ONE_RANK: Mapping[str, str] = {
+    "method": "accepted without effect: a TP group of one rank has nothing to communicate",
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ...overlap import OverlapConfig
 from ...shapes import CommSpec, Shape
 from ..names import resolve_specs
 from ..protocol import Alternatives, OnOperand
-from .alternatives import CLASSES, NOTES, HostAlternatives, Plan
+from .alternatives import CLASSES, NOTES, NOTES_OF_ONE_RANK, HostAlternatives, Plan
 from .communicator import Communicator
 from .engine import Engine
 from .faults import abort_on_error
@@ -49,7 +49,7 @@ class HostBackend:
         made = self._alternatives.registered
         self.specs: Mapping[str, CommSpec] = {name: spec for name, spec in made.items() if spec.method != "external"}
         self.skipped: Mapping[str, str] = {name: _EXTERNAL for name, spec in made.items() if spec.method == "external"}
-        self.notes: Mapping[str, str] = NOTES
+        self.notes: Mapping[str, str] = NOTES if group.size > 1 else {**NOTES, **NOTES_OF_ONE_RANK}
         for spec in self.specs.values():
             _check(spec, group)
         self.group, self.tp = group, group.size
