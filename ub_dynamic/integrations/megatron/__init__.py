@@ -8,7 +8,16 @@ Megatron's packed microbatches from lengths, :func:`graph_decoder` runs its deco
 
 from .adapter import install, is_installed, uninstall
 from .configuration import check_config
-from .graphs import graph_decoder
+from .graphs import GraphedDecoder, graph_decoder
 from .microbatches import Microbatch, plan_batches
 
-__all__ = ["Microbatch", "check_config", "graph_decoder", "install", "is_installed", "plan_batches", "uninstall"]
+__all__ = [
+    "GraphedDecoder",
+    "Microbatch",
+    "check_config",
+    "graph_decoder",
+    "install",
+    "is_installed",
+    "plan_batches",
+    "uninstall",
+]

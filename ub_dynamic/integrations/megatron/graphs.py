@@ -9,7 +9,7 @@ copies in; embedding, loss, optimizer and transfers between stages stay as they 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -55,7 +55,7 @@ class GraphedDecoder:
 
 
 def graph_decoder(
-    model: torch.nn.Module | list[torch.nn.Module],
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
     bucket: int | None = None,
     max_graphs: int = 8,
@@ -73,7 +73,7 @@ def graph_decoder(
     advance, gradients that are added to ``main_grad`` while they are computed, quantised layers, or a configuration
     that Megatron's own graphs are on in.
     """
-    blocks = [block for chunk in (model if isinstance(model, list) else [model]) for block in _blocks(chunk)]
+    blocks = [block for chunk in ([model] if isinstance(model, torch.nn.Module) else model) for block in _blocks(chunk)]
     if not blocks:
         raise UBUnsupportedError("no TransformerBlock of megatron-core is in this model")
     for block in blocks:
