@@ -29,7 +29,7 @@ from ub_dynamic.policy import Policy
 NONE, RING, BULK = OverlapConfig("none"), OverlapConfig("ring_exchange"), OverlapConfig("bulk")
 AGGREGATE = OverlapConfig("ring_exchange", aggregate=True)
 PIPELINE = OverlapConfig("pipeline", num_sm=4, num_splits=2)
-_MODE = fakes.MODES.NONE
+SMS = 132
 made: list[tuple[str, tuple[int, int], dict[str, Any]]] = []  # class, shape, keywords, in order of construction
 
 
@@ -50,6 +50,7 @@ class Overlap(fakes.Base):
         assert helper == "helper"
         made.append(("CommOverlap", tuple(buffer_shape), keywords))
         fakes.fill(self, tuple(buffer_shape), tp_size, 0, buffer_dtype, False, num_splits, num_comm_sm, _region())
+        _finish(self, buffer_shape[0], set_sm_margin, first_gemm=rs_overlap_first_gemm)
 
 
 class Ring(fakes.Ring):
@@ -70,6 +71,17 @@ class Ring(fakes.Ring):
         made.append(("CommOverlapP2P", tuple(buffer_shape), keywords))
         scatters = comm_type == tex.CommOverlapType.RS
         fakes.fill(self, tuple(buffer_shape), tp_size, 0, buffer_dtype, scatters, tp_size, num_comm_sm, _region())
+        _finish(self, buffer_shape[0], set_sm_margin, aggregate=aggregate)
+
+
+def _finish(made: Any, tokens: int, margin: bool, aggregate: int = -1, first_gemm: int = -1) -> None:
+    """What else TE's constructors do with their arguments."""
+    module = fakes.native.load()
+    registry = module.Registry()
+    registry.add(made, tokens)
+    num_splits, num_sm, _ = module.settings(made)
+    setting = (0, num_splits, num_sm, SMS - num_sm if margin else SMS, int(aggregate), int(first_gemm))
+    registry.switch(registry.plan([setting], []))
 
 
 def _region() -> int:

@@ -63,9 +63,9 @@ class TestPlans:
     def test_no_margin_no_change_of_the_gemm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfgs = {"fc2_fprop": {"set_sm_margin": False, "num_sm": 8, "num_splits": 2}}
         with te_world(monkeypatch, {"fc2_fprop": (PIPELINE,)}, cfgs) as world:
-            assert world.settings("fc2_fprop") == (2, 8, 124)
+            assert world.settings("fc2_fprop") == (2, 8, 132)
             switch(world, fc2_fprop=PIPELINE)
-            assert world.settings("fc2_fprop") == (2, 4, 124)
+            assert world.settings("fc2_fprop") == (2, 4, 132)
 
     def test_another_object_stands_under_the_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with te_world(monkeypatch, EVERYTHING, {"fc1_dgrad": {"method": "ring_exchange"}}) as world:
