@@ -38,4 +38,6 @@ if __name__ == "__main__":
     options = _one_gpu.parser(__doc__, timeout=240)
     options.add_argument("--operations", type=int, default=1000)
     options.add_argument("--seed", type=int, default=20261130)
-    raise SystemExit(_one_gpu.main("te_stress", options.parse_args(), measure, figures))
+    options.add_argument("--name", default="te_stress", help="name of the result file")
+    chosen = options.parse_args()
+    raise SystemExit(_one_gpu.main(chosen.name, chosen, measure, figures))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .interleave import ratio, rounds_of, slowest
+from .operations import any_method_multiple
 from .report import Budget, Report
 from .tp_step import Factory, factory_of, supported
 from .workloads import DISTRIBUTIONS, microbatches, read_lengths
@@ -41,8 +42,8 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
 
 
 def workloads_of(options: Mapping[str, Any], tp: int) -> dict[str, list[int]]:
-    """T of the microbatches of each workload; H of every usual model needs no larger multiple than tp (ring RS: 32)."""
-    capacity, multiple = options["capacity"], 32 * tp
+    """T of the microbatches of each workload, valid for every method."""
+    capacity, multiple = options["capacity"], any_method_multiple(options["hidden"], tp)
     lengths = {
         name: DISTRIBUTIONS[name].draw(64 * options["count"], options["seed"]) for name in options["distributions"]
     }

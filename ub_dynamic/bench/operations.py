@@ -19,6 +19,7 @@ limit of each is the same layer without tensor parallelism, with the weight's sh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,3 +95,8 @@ def buckets(first: int, last: int, multiple: int) -> tuple[int, ...]:
     largest = last // multiple * multiple
     rounded = {min(-(-tokens // multiple) * multiple, largest) for tokens in (first, *powers, last)}
     return tuple(sorted(rounded))
+
+
+def any_method_multiple(hidden: int, tp: int) -> int:
+    """T that is a multiple of this suits every method: a ring reduce-scatter takes T/tp * H in 32 elements."""
+    return tp * (32 // math.gcd(hidden, 32))

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import UBShapeError
 from ..overlap import OverlapConfig
 from .candidates import candidates, default_of
-from .operations import GEMMS, Gemm, buckets, check_sizes
+from .operations import GEMMS, Gemm, any_method_multiple, buckets, check_sizes
 from .race import pick, race, summary
 from .report import Budget, Report
 from .subject import Operation, Switched, register
@@ -89,10 +89,8 @@ def _wanted(world: World, gemms: Sequence[str], hidden: int, report: Report) -> 
 
 
 def _capacity(world: World, last: int, hidden: int) -> int:
-    """``last`` for every method that may be tried, rounded down: a ring reduce-scatter takes c in 32 elements."""
-    multiple = world.size
-    while multiple // world.size * hidden % 32:
-        multiple *= 2
+    """``last`` for every method that may be tried, rounded down."""
+    multiple = any_method_multiple(hidden, world.size)
     if last < multiple:
         raise UBShapeError(f"tokens up to {last}: at H = {hidden} and tp = {world.size} the smallest T is {multiple}")
     return last // multiple * multiple

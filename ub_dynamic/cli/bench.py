@@ -84,7 +84,7 @@ def op(
     options = {
         "hidden": chosen,
         "ffn": between,
-        "tokens": token_list(tokens, backend, ranks),
+        "tokens": token_list(tokens, backend, ranks, chosen),
         "gemms": gemm_names(gemms),
         "peers": names(peers, PEERS, "--peers"),
         "seconds": seconds,
@@ -113,7 +113,7 @@ def tp_step(
     Example: python -m ub_dynamic bench tp-step --backend te --hidden 4096 --json tp_step_h4096.json
     """
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
-    found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks)
+    found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks, options["hidden"])
     if found[-1] > options["capacity"]:
         raise typer.BadParameter(f"{found[-1]} is above the capacity of {options['capacity']}", param_hint="--tokens")
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..bench.benches import BENCHES
-from ..bench.operations import GEMMS, buckets
+from ..bench.operations import GEMMS, any_method_multiple, buckets
 from ..bench.start import Ended, mode_of, run
 from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
@@ -53,9 +53,9 @@ def token_range(text: str | None, backend: str) -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
-def token_list(text: str | None, backend: str, tp: int) -> list[int]:
-    """Every T of ``FIRST:LAST`` or of a list, each a multiple of 32 tp from there on (what every method takes)."""
-    multiple = 32 * tp if backend == "te" else tp
+def token_list(text: str | None, backend: str, tp: int, hidden: int) -> list[int]:
+    """Every T of ``FIRST:LAST`` or of a list, each rounded up to a T that every method takes."""
+    multiple = any_method_multiple(hidden, tp)
     if text is None or ":" in text:
         return list(buckets(*token_range(text, backend), multiple))
     words = [word for word in text.replace(",", " ").split() if word]

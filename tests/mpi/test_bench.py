@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `bench` and `tune` with real ranks on the host, end to end, and a policy made from their table."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ub_dynamic.testing.launch import mpi_missing
+from ub_dynamic.tuning_table import TuningTable
+
+pytestmark = pytest.mark.mpi
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--hidden", "64", "--ffn", "128")
+
+
+@pytest.fixture(autouse=True)
+def ranks_can_be_started() -> None:
+    if (missing := mpi_missing()) is not None:
+        pytest.skip(missing)
+
+
+def command(words: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "ub_dynamic", *words]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(words), env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_one_operation_against_its_gemm(tmp_path: Path) -> None:
+    path = tmp_path / "op.json"
+    sizes = (*SMALL, "--tokens", "64", "--gemms", "fc1_fprop,fc2_dgrad", "--seconds", "1")
+    done = run("bench", "op", *sizes, "--json", str(path))
+    assert "async_tp: PyTorch's symmetric memory needs CUDA" in done.stdout
+    result = json.loads(path.read_text())
+    assert (result["mode"], result["name"]) == ("cpu-mpi", "op")
+    assert [row["gemm"] for row in result["rows"]] == ["fc1_fprop", "fc2_dgrad"]
+    for row in result["rows"]:
+        assert min(row["default_us"], row["none_us"], row["plain_us"]) > 0
+        assert row["rounds"] >= 6
+
+
+def test_a_step_in_every_arm_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    run("bench", "tp-step", *SMALL, "--capacity", "128", "--tokens", "64", "--seconds", "2", "--json", str(path))
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    for arm in ("dynamic", "exact", "pad", "rebuild", "none", "unguarded", "auto"):
+        assert row[f"{arm}_ms"] > 0
+    assert row["rebuild_ms"] > row["exact_ms"]
+    assert {"active_over_exact_max", "active_over_pad_excess_max"} <= set(result["figures"])
+    file = tmp_path / "lengths.txt"
+    file.write_text("30\n70\n20\n30\n")
+    path = tmp_path / "lengths.json"
+    words = ("--capacity", "128", "--file", str(file), "--seconds", "1", "--documents", "2")
+    run("bench", "lengths", *SMALL, *words, "--json", str(path))
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["microbatches"] == 2
+    assert row["token_ratio"] == 150 / 256
+
+
+def test_a_table_is_made_taken_up_again_and_used(tmp_path: Path) -> None:
+    path, plot = tmp_path / "table.json", tmp_path / "curves.png"
+    words = ("tune", *SMALL, "--tp", "2", "--tokens", "64:128", "--out", str(path), "--plot", str(plot))
+    run(*words, "--gemms", "fc1_fprop,fc2_fprop", "--seconds", "20")
+    table = TuningTable.load(path)
+    assert [(row.gemm, row.tokens) for row in table.rows] == [
+        (gemm, tokens) for gemm in ("fc1_fprop", "fc2_fprop") for tokens in (64, 128)
+    ]
+    assert all(row.candidates and row.gemm_us for row in table.rows)
+    assert plot.stat().st_size > 10_000
+    done = run(*words, "--gemms", "fc2_fprop,fc2_dgrad", "--seconds", "10")
+    assert "4 measured cells already" in done.stdout
+    again = TuningTable.load(path)
+    assert set(table.rows) < set(again.rows)
+    assert {row.gemm for row in again.rows} == {"fc1_fprop", "fc2_fprop", "fc2_dgrad"}
+    # and initialize_ub takes it: the policy's arm runs, with what the table says
+    result = tmp_path / "op.json"
+    sizes = (*SMALL, "--tokens", "64", "--gemms", "fc2_fprop", "--seconds", "1", "--policy", str(path))
+    run("bench", "op", *sizes, "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    chosen = next(row.chosen for row in again.rows if (row.gemm, row.tokens) == ("fc2_fprop", 64))
+    assert row["policy"] == str(chosen)
+    assert row["policy_us"] > 0 and row["over_best_peer"] > 0
+    result = tmp_path / "step.json"
+    run(
+        "bench",
+        "tp-step",
+        *SMALL,
+        *("--capacity", "128", "--tokens", "64", "--seconds", "2", "--arms", "dynamic,policy,none"),
+        *("--policy", str(path), "--json", str(result)),
+    )
+    assert json.loads(result.read_text())["rows"][0]["policy_ms"] > 0
+
+
+def test_ctrl_c_ends_the_ranks_and_keeps_the_cells(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    words = ("tune", *SMALL, "--tokens", "32:128", "--out", str(path), "--seconds", "200")
+    process = subprocess.Popen(
+        command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not path.exists() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "nothing is left running" in said and "Traceback" not in said
+    assert TuningTable.load(path).rows
