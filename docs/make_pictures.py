@@ -81,7 +81,7 @@ def draw_schedule() -> None:
 
 def draw_tokens_saved() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 0.8, 8000).astype(np.int64)
-    workload = Workload(16384, tp=4, cp=1, plan="fixed", documents=8)
+    workload = Workload(12288, tp=4, cp=1, plan="fixed", documents=8)
     advise_picture.draw(advise([lengths], workload), PICTURES / "tokens_saved.svg")
 
 

@@ -35,7 +35,7 @@ def test_first_block_is_short() -> None:
 def test_files_that_are_named_exist() -> None:
     text = README.read_text()
     named = re.findall(r"`((?:ub_dynamic|examples|benchmarks|docs)/[\w/]+\.\w+)`", text) + re.findall(
-        r"\]\(([\w/.]+)\)", text
+        r"\]\(([\w/.-]+)\)", text
     )
     assert named
     missing = [path for path in named if not (README.parent / path).exists()]
