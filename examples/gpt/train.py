@@ -97,7 +97,7 @@ class Run:
             packed = padded(packed, self.work.capacity)
         elif self.graphs is not None:
             packed = bucketed(packed, self.work.capacity, self.settings.bucket)
-        return to_megatron(packed, torch.device("cuda", torch.cuda.current_device()))
+        return to_megatron(packed, torch.device("cuda"))
 
     def _forward_backward(
         self, microbatches: Sequence[Packed], rows: Sequence[Microbatch] | None = None
