@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every benchmark that needs no GPU, one after the other, then write the tables made from them.
 
-A benchmark is a program of this folder; those for a GPU have `te_` or `gpu` in their names, helpers begin with `_`.
+A benchmark is a program of this folder; helpers begin with `_`. Those for GPUs say so in their names (`te_`, `gpu`,
+`gpus`) or start their ranks with `_one_gpu`.
 Each starts its own ranks, writes its own result file and says in its docstring what it measures.
 """
 
@@ -17,11 +18,12 @@ TOOLS = ("run_all.py", "make_tables.py")
 
 def programs() -> list[Path]:
     """The benchmarks that need no GPU, by name."""
-    return [
-        path
-        for path in sorted(HERE.glob("*.py"))
-        if path.name not in TOOLS and not path.name.startswith("_") and not {"te", "gpu"} & set(path.stem.split("_"))
-    ]
+    found = (path for path in sorted(HERE.glob("*.py")) if path.name not in TOOLS and not path.name.startswith("_"))
+    return [path for path in found if not _needs_gpu(path)]
+
+
+def _needs_gpu(path: Path) -> bool:
+    return bool({"te", "gpu", "gpus"} & set(path.stem.split("_"))) or "import _one_gpu" in path.read_text()
 
 
 def main() -> int:
