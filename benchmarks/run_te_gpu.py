@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -50,6 +50,12 @@ def _pytest(name: str, ranks: int, *files: str, gpu: int = 0, **env: str) -> Par
     return Part(name, ("-m", "pytest", *flags, *leave, *files), 320, ranks=ranks, gpu=gpu, env=settings)
 
 
+def _megatron(result: str, ranks: int, *more: str) -> Part:
+    """Needs megatron-core; its times need the GPU alone."""
+    command = ("benchmarks/megatron_gpu.py", "--timeout", "{limit}", *more, "--out", "{out}")
+    return Part(result, command, 300, result=result, ranks=ranks, alone=True)
+
+
 PARTS: tuple[Part, ...] = (
     _benchmark("te_bits", 4, 320),
     _benchmark("te_bits", 2, 320, gpu=1),
@@ -69,6 +75,8 @@ PARTS: tuple[Part, ...] = (
     _benchmark("cp_hierarchical_gpu", 4, 100, result="cp_hierarchical"),
     _benchmark("cp_hierarchical_gpu", 2, 100, gpu=1, result="cp_hierarchical"),
     # times, and memory of the whole device
+    _megatron("megatron_tp2", 2),
+    _megatron("megatron_tp2pp2", 4, "--pp", "2"),
     _benchmark("te_step", 2, 200, "--seconds", "{step}", alone=True),
     _benchmark("te_step", 4, 200, "--seconds", "{step}", alone=True, gpu=1),
     _benchmark("te_set_shape", 2, 50, "--no-mps", alone=True),
@@ -168,6 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in PARTS if part.name in (options.only or names) and part.name not in options.skip]
     chosen = [part for part in chosen if options.older_te is not None or not part.older_te]
+    if importlib.util.find_spec("megatron") is None:
+        chosen = [part for part in chosen if not part.name.startswith("megatron")]
+        print("left out: what needs megatron-core, which is not installed", flush=True)
     collector = Collector(out, options.archive, options.older_te)
     runner = Runner(out, collector.take, {"{step}": f"{options.step:g}"}, options.older_te)
     together = [part for part in chosen if not part.alone]

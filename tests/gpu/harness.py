@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -67,6 +67,8 @@ def load_cases() -> dict[str, Case]:
         sys.path.insert(0, str(HERE))
     for module in MODULES:
         importlib.import_module(module)
+    if importlib.util.find_spec("megatron") is not None:
+        importlib.import_module("cases_megatron")
     return CASES
 
 
