@@ -24,6 +24,7 @@ TESTS ?= $(wildcard tests/unit tests/mpi tests/gpu)
 VENV_TE ?= .venv-te
 READY_TE := $(VENV_TE)/.ready
 TE_VERSION ?= 2.20.2
+MEGATRON_VERSION ?= 0.16.1
 TE_TORCH ?= 2.11.0
 TE_HEADERS ?= 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 
@@ -35,7 +36,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    the CPU benchmarks and the tables made from them"
 	@echo "make docs     the pages of docs/, into out/docs"
-	@echo "make test-te  tests against the real Transformer Engine, no GPU needed"
+	@echo "make test-te  tests against the real Transformer Engine and megatron-core, no GPU needed"
 	@echo "make clean    remove what the above made"
 
 demo: $(READY)
@@ -81,6 +82,8 @@ else
 	CPATH=$$(ls -d $(abspath $(VENV_TE))/lib/python3*/site-packages/nvidia/*/include | paste -sd:) \
 	  $(VENV_TE)/bin/python -m pip install -q --no-build-isolation 'transformer-engine[pytorch]==$(TE_VERSION)'
 endif
+	# What it needs is there: torch, numpy, packaging. Without dependencies, so that it cannot bring another torch.
+	$(VENV_TE)/bin/python -m pip install -q --no-deps megatron-core==$(MEGATRON_VERSION)
 	$(VENV_TE)/bin/python -m pip install -q -e '.[test]'
 	touch $@
 
