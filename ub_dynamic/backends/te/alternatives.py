@@ -34,7 +34,8 @@ _DEFAULTS: Mapping[str, Settings] = {
     "pipeline": {**_COMM_SETTINGS, "pipeline_rs_overlap_first_gemm": False},
     "bulk": _COMM_SETTINGS,
 }
-_WORDS = {"num_sm": "num_sm", "cga_size": "comm_cga_size", "set_sm_margin": "set_sm_margin", "num_splits": "num_splits",
+_REWRITTEN = {"method", "num_sm", "set_sm_margin", "num_splits"}
+_WORDS = {"num_sm": "num_comm_sm", "cga_size": "comm_cga_size", "set_sm_margin": "set_sm_margin", "num_splits": "num_splits",
           "pipeline_rs_overlap_first_gemm": "rs_overlap_first_gemm", "comm_priority": "comm_priority",
           "gemm_priority": "gemm_priority"}  # fmt: skip
 
@@ -181,6 +182,10 @@ def _arrange_one(gemm: Gemm, cfgs: Cfgs, ub_cfgs: dict[str, dict[str, Any]]) -> 
     further = [Further(gemm.communicator(method), other, gemm.communicator("ring_exchange"))]
     if wgrad := DGRAD_REDUCE_SCATTER.get(gemm.name):
         ub_cfgs.pop(wgrad, None)
+        if fixed := set(cfgs.get(wgrad, {})) - _REWRITTEN:
+            raise UBUnsupportedError(
+                f"{wgrad}: {sorted(fixed)} cannot be configured while a policy chooses between methods for {gemm.name}"
+            )
         further.append(Further(wgrad, settings_of(wgrad, "bulk", cfgs), None))
     return further
 
@@ -205,6 +210,9 @@ def construct(
         if gemm.second is not None and gemm.configured != "ring_exchange":
             table[gemm.communicator("ring_exchange"), mode] = table[gemm.name, mode]
     for each in arrangement.further:
+        if (each.layer, mode) in table and each.owner is None:
+            _settle(native, table[each.layer, mode], each.settings)
+            continue
         shape = capacity if each.owner is None else (_SMALL_ROWS * tp, capacity[1])
         arguments = _arguments(each, bootstrap.usual)
         table[each.layer, mode] = tex.CommOverlap(list(shape), dtype, bootstrap.helper, tp, **arguments)
@@ -217,6 +225,14 @@ def construct(
             key = gemm.communicator("pipeline"), mode
             _, num_sm, math_sms = native.settings(table[key])
             native.set_settings(table[key], gemm.splits, num_sm, math_sms)
+
+
+def _settle(native: ModuleType, communicator: Any, settings: Settings) -> None:
+    """Give a communicator that TE made with its defaults these settings. It makes the bulk reduce-scatter of a wgrad
+    even where dgrad reduce-scatters, and would not take a configuration of it."""
+    num_splits, num_sm, math_sms = native.settings(communicator)
+    own = settings["num_sm"] if settings["set_sm_margin"] else 0
+    native.set_settings(communicator, num_splits, settings["num_sm"], math_sms + num_sm - own)
 
 
 def _arguments(each: Further, usual: Mapping[str, Any]) -> dict[str, Any]:

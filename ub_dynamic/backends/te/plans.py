@@ -67,10 +67,12 @@ class Plans:
         self.notes: Mapping[str, str] = MappingProxyType(_notes(arrangement))
         self._flags = Flags()
         registry.use_table(names, _TABLE)
+        keys = {key: key for key in names[_TABLE]}  # the table's own, which it finds without comparing them
         for gemm in self._paired():
             assert gemm.second is not None
             other = gemm.communicator(gemm.second)
-            registry.pair((gemm.name, mode), (other, mode), self._made[gemm.name].index, self._made[other].index)
+            indices = self._made[gemm.name].index, self._made[other].index
+            registry.pair(keys[gemm.name, mode], keys[other, mode], *indices)
         self.switch(self.plan({}))
         if any(gemm.switches_off for gemm in arrangement.gemms.values()) or any(
             gemm.name in DGRAD_REDUCE_SCATTER for gemm in self._paired()

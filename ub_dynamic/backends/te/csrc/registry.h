@@ -103,9 +103,25 @@ struct Plan {
   std::vector<bool> exchanged;
 };
 
+// A key of Transformer Engine's table. It contains an enum, whose hash is a call of Python, so it is taken once.
+struct Key {
+  explicit Key(py::object key) : object(std::move(key)), hash(py::hash(object)) {}
+
+  bool set(PyObject *table, const py::object &value) const {
+#if PY_VERSION_HEX < 0x030D0000
+    return _PyDict_SetItem_KnownHash(table, object.ptr(), value.ptr(), hash) == 0;
+#else
+    return PyDict_SetItem(table, object.ptr(), value.ptr()) == 0;
+#endif
+  }
+
+  py::object object;
+  Py_hash_t hash;
+};
+
 // Two communicators of one GEMM: where they are in Transformer Engine's table, and whether they are exchanged.
 struct Pair {
-  py::object first_key, second_key;
+  Key first_key, second_key;
   size_t first, second;
   bool exchanged;
 };
@@ -158,7 +174,7 @@ class Registry {
   // Two communicators that can be exchanged in the table; returns the index of the pair.
   size_t pair(py::object first_key, py::object second_key, size_t first, size_t second) {
     entries_.at(first), entries_.at(second);
-    pairs_.push_back(Pair{std::move(first_key), std::move(second_key), first, second, false});
+    pairs_.push_back(Pair{Key(std::move(first_key)), Key(std::move(second_key)), first, second, false});
     return pairs_.size() - 1;
   }
 
@@ -205,10 +221,9 @@ class Registry {
     // Both are held until both stand in the table: the table may be all that keeps them alive.
     const py::object first = alive(entries_[pair.first].reference), second = alive(entries_[pair.second].reference);
     const bool exchanged = !pair.exchanged;
-    if (PyDict_SetItem(table, pair.first_key.ptr(), (exchanged ? second : first).ptr()) != 0 ||
-        PyDict_SetItem(table, pair.second_key.ptr(), (exchanged ? first : second).ptr()) != 0) {
-      throw py::error_already_set();
-    }
+    const bool done = pair.first_key.set(table, exchanged ? second : first) &&
+                      pair.second_key.set(table, exchanged ? first : second);
+    if (!done) throw py::error_already_set();
     pair.exchanged = exchanged;
   }
 
