@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import fakes
+import policy_te
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -316,6 +317,30 @@ class TestLayers:
             report = manager.set_active_shape([64, HIDDEN])
             assert report.overlap["qkv_dgrad"].config == BULK
             manager.backend.connect(None)
+
+    def test_a_callable_through_the_api(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import ub_dynamic as ubd
+        from ub_dynamic import api
+
+        def choose(gemm: str, tokens: int) -> OverlapConfig | None:
+            return {"proj_fprop": RING if tokens < 64 else PIPELINE, "proj_dgrad": NONE}.get(gemm)
+
+        with policy_te.stock(monkeypatch):
+            monkeypatch.setattr(api, "tensor_parallel_group", lambda *_: policy_te.Twin())
+            manager = ubd.initialize_ub(
+                [CAPACITY, HIDDEN], 2, quantization_modes=[fakes.MODES.NONE], backend="te", check="never", policy=choose
+            )
+            try:
+                world = World(manager.backend)  # type: ignore[arg-type]
+                for tokens, standing in ((32, "proj_fprop (ring_exchange)"), (64, "proj_fprop"), (16, None)):
+                    report = ubd.set_ub_active_shape([tokens, HIDDEN])
+                    assert world.standing("proj_fprop") == (standing or "proj_fprop (ring_exchange)")
+                    assert report.overlap["proj_dgrad"].config == NONE
+                    assert world.backend.active_tokens("proj_fprop (ring_exchange)") == tokens
+                assert installed()
+            finally:
+                ubd.destroy_ub()
+            assert installed() == {}
 
     def test_the_guard_knows_the_alternatives(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = stages(T2={"proj_fprop": RING})

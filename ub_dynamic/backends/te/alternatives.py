@@ -35,9 +35,15 @@ _DEFAULTS: Mapping[str, Settings] = {
     "bulk": _COMM_SETTINGS,
 }
 _REWRITTEN = {"method", "num_sm", "set_sm_margin", "num_splits"}
-_WORDS = {"num_sm": "num_comm_sm", "cga_size": "comm_cga_size", "set_sm_margin": "set_sm_margin", "num_splits": "num_splits",
-          "pipeline_rs_overlap_first_gemm": "rs_overlap_first_gemm", "comm_priority": "comm_priority",
-          "gemm_priority": "gemm_priority"}  # fmt: skip
+_WORDS = {
+    "num_sm": "num_comm_sm",
+    "cga_size": "comm_cga_size",
+    "set_sm_margin": "set_sm_margin",
+    "num_splits": "num_splits",
+    "pipeline_rs_overlap_first_gemm": "rs_overlap_first_gemm",
+    "comm_priority": "comm_priority",
+    "gemm_priority": "gemm_priority",
+}
 
 
 @dataclass(frozen=True)

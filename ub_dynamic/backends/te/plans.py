@@ -4,6 +4,7 @@ native call."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -16,6 +17,7 @@ from .alternatives import Arrangement, Gemm, check, te_words
 from .communicators import Communicator, communicator_name
 from .flags import Flags, Methods
 
+logger = logging.getLogger("ub_dynamic")
 _TABLE = "_ub_communicators"  # of TE's module base
 _LEAVE = -1  # a flag that the communicator does not have
 
@@ -104,9 +106,10 @@ class Plans:
         table = self._names[_TABLE].items()
         return next(communicator_name(key) for key, made in table if made is comm.reference())
 
-    def close(self) -> list[str]:
-        """Give TE's layers their flags back; returns the attributes that somebody else has replaced since."""
-        return self._flags.remove()
+    def close(self) -> None:
+        """Give TE's layers their flags back."""
+        for name in self._flags.remove():
+            logger.warning("%s was replaced by somebody else and is left as it is", name)
 
     def _paired(self) -> list[Gemm]:
         return [gemm for gemm in self._arrangement.gemms.values() if gemm.second is not None]
