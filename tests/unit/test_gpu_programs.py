@@ -249,3 +249,63 @@ class TestDriver:
         for part in parts:
             for word in part.command:
                 assert not word.endswith(".py") or (BENCHMARKS.parent / word).exists()
+
+
+class TestSeveralGpus:
+    @pytest.mark.parametrize("gpus", [2, 4, 8])
+    def test_the_plan_fits_a_lease_and_ends_in_the_suffix(
+        self, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        program = load("several_gpus")
+        assert program.main(["--gpus", str(gpus), "--dry-run", "--out", str(tmp_path)]) == 0
+        *lines, total = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"te_bits_x{gpus}") and "--gpus" in lines[0]
+        assert [line.split()[0] for line in lines].index("tune_h4096") < len(lines) / 2
+        assert float(total.split()[2]) <= 20 * 60
+        assert not any(tmp_path.iterdir())
+
+    def test_words_are_those_of_the_commands(self) -> None:
+        from typer.main import get_command
+
+        from ub_dynamic.cli.app import app
+
+        program = load("several_gpus")
+        setup = program.Setup(2, "te", "x2", Path("out"), Path("tables"))
+        command: Any = get_command(app)
+        for part in program.plan(setup):
+            if part.words[:2] == program.MODULE:
+                words = part.words[2:]
+                inner = command.commands[words[0]]
+                if words[0] == "bench":
+                    inner, words = inner.commands[words[1]], words[1:]
+                known = {name for option in inner.params for name in option.opts}
+                assert {word for word in words[1:] if word.startswith("--")} <= known
+
+    def test_a_part_that_is_there_is_not_run_again_and_a_failure_is_said(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        program = load("several_gpus")
+        here = tmp_path / "here.json"
+        here.write_text("{}")
+        parts = [
+            program.Part("done", ("-c", "raise SystemExit(9)"), 1.0, here),
+            program.Part("bad", ("-c", "print('why'); raise SystemExit(3)"), 1.0, tmp_path / "bad.json"),
+            program.Part("good", ("-c", "print('fine')"), 1.0, tmp_path / "good.json"),
+        ]
+        assert program.run(parts, tmp_path, 100.0) == ["bad"]
+        said = capsys.readouterr().out
+        assert "is there already" in said and "status 3" in said and "why" in said
+        assert (tmp_path / "good.log").read_text().startswith("fine")
+        assert program.run(parts[1:], tmp_path, 5.0) == ["bad", "good"]  # no time left
+
+    def test_operations_of_every_size_make_one_result(self, tmp_path: Path) -> None:
+        program = load("several_gpus")
+        setup = program.Setup(2, "te", "x2", tmp_path, tmp_path)
+        for hidden, over in ((4096, 0.9), (8192, 1.02)):
+            rows = [{"gemm": "fc2_fprop", "tokens": 4096, "hidden": hidden, "over_best_peer": over}]
+            record = {"name": "x", "date": "", "command": "", "figures": {}, "rows": rows}
+            setup.result(f"ops_h{hidden}").write_text(json.dumps(record))
+        merged = json.loads(program.merge_ops(setup).read_text())
+        assert (merged["name"], len(merged["rows"])) == ("ops_x2", 2)
+        assert merged["figures"]["over_best_peer_max"] == 1.02
+        assert merged["figures"]["over_best_peer_geomean_t4096"] == pytest.approx((0.9 * 1.02) ** 0.5)

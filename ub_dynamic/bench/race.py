@@ -33,6 +33,7 @@ def race(
     most_rounds: int = 16,
     block_ms: float = 20.0,
     least_steps: int = 3,
+    between: Callable[[], object] = gc.collect,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, list[float]]:
     """Measure ``arms``, of which the first is the default, until ``until`` or for ``most_rounds`` rounds.
@@ -49,7 +50,7 @@ def race(
         if number >= LEAST_ROUNDS and max(gather(clock() + duration)) > until:
             break
         begin = clock()
-        gc.collect()
+        between()
         orders = rounds_of(len(standing))
         mine: dict[str, list[float]] = {arm: [] for arm in standing}
         one_round([standing[index] for index in orders[number % len(orders)]], block, counts, mine)
