@@ -226,6 +226,12 @@ class TestPolicy:
             initialize(policy=policy)
         assert backend.calls == [] and not ub.is_ub_initialized()
 
+    def test_an_operand_cannot_choose_how_its_own_layer_overlaps(self, backend: FakeBackend) -> None:
+        with pytest.raises(ub.UBUnsupportedError, match="auto=True takes T from an operand"):
+            initialize(policy=table(), auto=True)
+        assert not ub.is_ub_initialized()
+        initialize(policy="always", auto=True)
+
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
