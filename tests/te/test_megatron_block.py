@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ub_dynamic import PackedBatch, UBCapacityError, UBShapeError, UBUnsupportedError, api
 from ub_dynamic.integrations import megatron
+from ub_dynamic.integrations.megatron import adapter
 
 pytestmark = pytest.mark.te
 
@@ -108,6 +109,40 @@ def test_the_forward_and_every_backward_see_their_own_t(place: Place) -> None:
         assert {"fc2_dgrad", "fc1_dgrad", "proj_dgrad", "qkv_dgrad"} <= {call.name for call in back}
         assert leaf.grad is not None
     assert place.world.manager.shape_changes >= 5
+
+
+class Behind(torch.autograd.Function):
+    """What follows the last block in a microbatch, such as the prediction of further tokens."""
+
+    seen: list[int]
+
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, manager: Any) -> torch.Tensor:
+        ctx.manager = manager
+        return inp.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        Behind.seen.append(ctx.manager.active[0])
+        return grad.expand(32, 1, HIDDEN).bfloat16(), None
+
+
+def test_what_lies_behind_the_last_block_sees_the_same_t(place: Place) -> None:
+    megatron.install()
+    Behind.seen = []
+    step = adapter.adapter().wrap_forward_step(lambda: ([Behind.apply(place.forward(64)[1], place.world.manager)], 7))
+    ([loss], count) = step()
+    assert count == 7
+    place.forward(128)
+    loss.backward()
+    assert Behind.seen == [64]
+
+
+def test_a_step_without_a_block_binds_nothing(place: Place) -> None:
+    megatron.install()
+    place.forward(64)
+    step = adapter.adapter().wrap_forward_step(lambda: (None, 0))
+    assert step() == (None, 0)
 
 
 def test_a_later_stage_reads_what_it_received(place: Place) -> None:
