@@ -46,9 +46,9 @@ def agree(
         capacity = parse_shape(shape, "capacity shape")
         specs = _configured(capacity, tp_size, te, options)
         chosen = _resolve_policy(policy, capacity, te, options["dtype"], tp_size, specs)
-        if chosen is not None and options["auto"]:
+        if te and chosen is not None and options["auto"]:
             raise UBUnsupportedError(
-                "auto=True takes T from an operand, when its layer has already decided how to overlap: with a policy "
+                "auto=True takes T from an operand, when TE's layer has already decided how to overlap: with a policy "
                 "set the shape before, by microbatch(T) or set_ub_active_shape"
             )
     except Exception as error:

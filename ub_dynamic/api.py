@@ -55,7 +55,7 @@ def initialize_ub(
     at which T. None or ``"always"``: as ``ub_cfgs`` configures it, at every T; a path or
     :class:`~ub_dynamic.tuning_table.TuningTable`: as measured; a callable ``(gemm, tokens)`` that returns an
     :class:`~ub_dynamic.overlap.OverlapConfig` or None (as configured), asked once for every valid T, here; or a
-    :class:`~ub_dynamic.policy.Policy`. It is the same on all ranks, and not to be had with ``auto``.
+    :class:`~ub_dynamic.policy.Policy`. It is the same on all ranks; with TE it excludes ``auto``.
 
     Every rank calls it. Raises :class:`UBStateError` if it is initialised already, the :class:`UBShapeError`
     family for a capacity that some communicator could not take, :class:`UBUnsupportedError` with what to

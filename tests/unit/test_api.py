@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fake_backend import FakeBackend
 
 import ub_dynamic as ub
 from ub_dynamic import api
+from ub_dynamic.agreement import agree
 from ub_dynamic.backends.names import GEMM_METHODS
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice, Policy
@@ -226,11 +228,12 @@ class TestPolicy:
             initialize(policy=policy)
         assert backend.calls == [] and not ub.is_ub_initialized()
 
-    def test_an_operand_cannot_choose_how_its_own_layer_overlaps(self, backend: FakeBackend) -> None:
-        with pytest.raises(ub.UBUnsupportedError, match="auto=True takes T from an operand"):
-            initialize(policy=table(), auto=True)
-        assert not ub.is_ub_initialized()
-        initialize(policy="always", auto=True)
+    @pytest.mark.parametrize(("te", "auto"), [(True, True), (True, False), (False, True)])
+    def test_on_te_an_operand_cannot_choose_how_its_own_layer_overlaps(self, te: bool, auto: bool) -> None:
+        options = {"dtype": torch.bfloat16, "ub_cfgs": None, "check": "never", "timeout": None, "auto": auto}
+        refused = pytest.raises(ub.UBUnsupportedError, match="auto=True takes T from an operand")
+        with refused if te and auto else contextlib.nullcontext():
+            agree(FakeGroup(), [128, 64], 4, te, options, table().policy())
 
 
 @pytest.mark.parametrize(
