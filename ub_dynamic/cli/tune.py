@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -77,7 +77,10 @@ def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in ("GEMM", "T", "chosen", "us", "over default", "over GEMM alone", "why"):
         left = column in ("GEMM", "chosen", "why")
-        table.add_column(column, justify="left" if left else "right", overflow="fold")
+        justify: Any = "left" if left else "right"
+        table.add_column(
+            column, justify=justify, overflow="ellipsis" if column == "why" else "fold", no_wrap=column == "why"
+        )
     for row in rows:
         mine, default = chosen_us(row), default_us(row)
         table.add_row(
