@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -275,6 +276,15 @@ def test_parquet(tmp_path: Path) -> None:
     path.write_text("3\n4\n")
     with pytest.raises(UBShapeError, match="is no Parquet file"):
         read(path)
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "a.PARQUET"
+    path.write_bytes(b"PAR1")
+    result = command(path, "--capacity", 64)
+    assert result.exit_code == 2
+    assert "pip install 'ub_dynamic[advise]'" in result.output
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def read_lengths(path: Path, field: str = "length", on_progress: OnProgress | No
     Raises :class:`UBShapeError` that names the line, or row, and the value of what is no length: an integer of at
     least 0; also for a field that is not there and for a file without any length.
     """
-    blocks = _parquet(path, field) if path.suffix in PARQUET else _lines(path, field)
+    blocks = _parquet(path, field) if path.suffix.lower() in PARQUET else _lines(path, field)
     empty = True
     for lengths, done in blocks:
         empty = empty and not len(lengths)
@@ -47,11 +47,11 @@ def read_lengths(path: Path, field: str = "length", on_progress: OnProgress | No
 
 def size_of(path: Path) -> int:
     """What a finished read of ``path`` reports: the rows of a Parquet file, the bytes of any other."""
-    return int(_open_parquet(path).metadata.num_rows) if path.suffix in PARQUET else path.stat().st_size
+    return int(_open_parquet(path).metadata.num_rows) if path.suffix.lower() in PARQUET else path.stat().st_size
 
 
 def _lines(path: Path, field: str) -> Iterator[tuple[Integers, int]]:
-    parse = partial(_json_lengths, field=field) if path.suffix in JSON_LINES else _numbers
+    parse = partial(_json_lengths, field=field) if path.suffix.lower() in JSON_LINES else _numbers
     number, done = 1, 0
     with path.open("rb") as file:
         while lines := file.readlines(_BLOCK_BYTES):
