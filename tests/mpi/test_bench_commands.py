@@ -79,14 +79,14 @@ def test_a_step_in_every_arm_and_lengths(tmp_path: Path) -> None:
 def test_a_table_is_made_taken_up_again_and_used(tmp_path: Path) -> None:
     path, plot = tmp_path / "table.json", tmp_path / "curves.png"
     words = ("tune", *SMALL, "--tp", "2", "--tokens", "64:128", "--out", str(path), "--plot", str(plot))
-    run(*words, "--gemms", "fc1_fprop,fc2_fprop", "--seconds", "20")
+    run(*words, "--gemms", "fc1_fprop,fc2_fprop", "--seconds", "4")
     table = TuningTable.load(path)
     assert [(row.gemm, row.tokens) for row in table.rows] == [
         (gemm, tokens) for gemm in ("fc1_fprop", "fc2_fprop") for tokens in (64, 128)
     ]
     assert all(row.candidates and row.gemm_us for row in table.rows)
     assert plot.stat().st_size > 10_000
-    done = run(*words, "--gemms", "fc2_fprop,fc2_dgrad", "--seconds", "10")
+    done = run(*words, "--gemms", "fc2_fprop,fc2_dgrad", "--seconds", "3")
     assert "4 measured cells already" in done.stdout
     again = TuningTable.load(path)
     assert set(table.rows) < set(again.rows)
@@ -114,7 +114,12 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_cells(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     words = ("tune", *SMALL, "--tokens", "32:128", "--out", str(path), "--seconds", "200")
     process = subprocess.Popen(
-        command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(words),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background job ignores
     )
     try:
         deadline = time.monotonic() + 120

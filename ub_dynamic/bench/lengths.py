@@ -29,7 +29,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     """
     from .op import load_policy
 
-    policy = load_policy(options)
+    policy = load_policy(world, options)
     arms = supported(world, options["arms"], policy, report)
     steps_of = factory_of(world, {**options, "arms": arms}, policy)
     workloads = workloads_of(options, world.size)
@@ -60,8 +60,11 @@ def workloads_of(options: Mapping[str, Any], tp: int) -> dict[str, list[int]]:
 def one_workload(
     world: World, steps_of: Factory, capacity: int, tokens: Sequence[int], arms: Sequence[str], until: float
 ) -> dict[str, Any]:
-    """A row: epochs over all microbatches in each arm, interleaved, at least two rounds."""
+    """A row: epochs over all microbatches in each arm, interleaved, at least two rounds, after one that is not counted:
+    what is compiled for a new T is compiled there."""
     steps = steps_of(None)
+    for arm in arms:
+        steps.epoch(arm, tokens)
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     duration, orders = 0.0, rounds_of(len(arms))
     number = 0

@@ -30,7 +30,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     hidden, ffn = options["hidden"], options["ffn"]
     check_sizes(hidden, ffn, world.size)
     gemms = [GEMMS[name] for name in options["gemms"]]
-    policy = load_policy(options)
+    policy = load_policy(world, options)
     wanted = {gemm.name: [*_chosen(policy, gemm, options["tokens"]), OverlapConfig("none")] for gemm in gemms}
     manager, refused = register(world, max(options["tokens"]), hidden, wanted)
     for (name, config), reason in refused.items():
@@ -57,13 +57,16 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     world.destroy()
 
 
-def load_policy(options: Mapping[str, Any]) -> Policy | None:
+def load_policy(world: World, options: Mapping[str, Any]) -> Policy | None:
     """That of the table at ``options["policy"]``; None without one. ``force``: also a table of another machine."""
     if not options.get("policy"):
         return None
     from ..tuning_table import TuningTable
 
-    return TuningTable.load(Path(options["policy"]), force=options.get("force", False)).policy()
+    table = TuningTable.load(Path(options["policy"]), force=options.get("force", False))
+    dtype = str(world.dtype).removeprefix("torch.")
+    table.check_fits(tp=world.size, hidden=options["hidden"], dtype=dtype, mode=world.mode)
+    return table.policy()
 
 
 def _chosen(policy: Policy | None, gemm: Gemm, tokens: Sequence[int]) -> list[OverlapConfig]:

@@ -78,7 +78,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     """Options: ``capacity``, ``hidden``, ``ffn``, ``tokens`` (a list of T), ``arms``, ``seconds``, ``policy``."""
     from .op import load_policy
 
-    policy = load_policy(options)
+    policy = load_policy(world, options)
     arms = supported(world, options["arms"], policy, report)
     steps_of = factory_of(world, {**options, "arms": arms}, policy)
     settle(world)
