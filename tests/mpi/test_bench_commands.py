@@ -99,15 +99,6 @@ def test_a_table_is_made_taken_up_again_and_used(tmp_path: Path) -> None:
     chosen = next(row.chosen for row in again.rows if (row.gemm, row.tokens) == ("fc2_fprop", 64))
     assert row["policy"] == str(chosen)
     assert row["policy_us"] > 0 and row["over_best_peer"] > 0
-    result = tmp_path / "step.json"
-    run(
-        "bench",
-        "tp-step",
-        *SMALL,
-        *("--capacity", "128", "--tokens", "64", "--seconds", "2", "--arms", "dynamic,policy,none"),
-        *("--policy", str(path), "--json", str(result)),
-    )
-    assert json.loads(result.read_text())["rows"][0]["policy_ms"] > 0
 
 
 def test_ctrl_c_ends_the_ranks_and_keeps_the_cells(tmp_path: Path) -> None:
