@@ -11,8 +11,9 @@ import torch
 
 pytest_plugins = ["ub_dynamic.testing.mpi_plugin"]
 
-# They wait for timeouts and for processes to start or end, and leave the processors to the others.
-WAITING = tuple(f"tests/mpi/test_{name}.py" for name in ("host_faults", "launch", "pipeline_faults", "pipeline_killed"))
+# They keep every processor busy with several ranks that wait for each other; the others mostly start processes.
+BUSY = tuple(f"tests/mpi/test_{name}" for name in ("cp_", "groups", "host_", "initialize", "pipeline_"))
+WAITING = tuple(f"tests/mpi/test_{name}.py" for name in ("host_faults", "pipeline_faults", "pipeline_killed"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -23,7 +24,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class BusyRanksInOneWorker(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            busy = file.startswith(("tests/mpi/", "tests/gpu/")) and file not in WAITING
+            busy = file.startswith((*BUSY, "tests/gpu/")) and file not in WAITING
             return "busy ranks" if busy else file
 
     return BusyRanksInOneWorker(config, log)

@@ -39,16 +39,37 @@ class Block:
     skip: str | None = None
 
     @property
-    def runs(self) -> bool:
-        """Whether it is started on its own."""
-        return self.language == "bash" or self.ranks > 0
+    def start(self) -> object:
+        """What blocks have in common that run one after another in the same processes; for bash, itself alone."""
+        alone = self.line if self.language == "bash" or self.skip else 0
+        return self.language, self.ranks, self.marks, alone
 
-    def parameter(self, page: Path) -> object:
-        """A pytest parameter (page, block), with its marks, named by page and line."""
-        marks = [pytest.mark.mpi, *(getattr(pytest.mark, name) for name in self.marks)]
-        if self.skip:
-            marks.append(pytest.mark.skip(reason=self.skip))
-        return pytest.param(page, self, marks=marks, id=f"{page.stem}-line{self.line}")
+
+def starts(page: Path) -> list[object]:
+    """Pytest parameters (page, blocks), with their marks, named by page and lines: blocks that share one start."""
+    found: dict[object, list[Block]] = {}
+    for block in blocks(page):
+        if block.language == "bash" or block.ranks > 0:
+            found.setdefault(block.start, []).append(block)
+    return [_parameter(page, together) for together in found.values()]
+
+
+def _parameter(page: Path, together: list[Block]) -> object:
+    marks = [pytest.mark.mpi, *(getattr(pytest.mark, name) for name in together[0].marks)]
+    if together[0].skip:
+        marks.append(pytest.mark.skip(reason=together[0].skip))
+    lines = ",".join(str(block.line) for block in together)
+    return pytest.param(page, together, marks=marks, id=f"{page.stem}-line{lines}")
+
+
+def write_programs(together: list[Block], folder: Path) -> list[str]:
+    """A file that runs python blocks one after another, and its arguments: a file for each, named by its line."""
+    runner = folder / "blocks.py"
+    runner.write_text("import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path, run_name='__main__')\n")
+    paths = [folder / f"line{block.line}.py" for block in together]
+    for path, block in zip(paths, together, strict=True):
+        path.write_text(block.code)
+    return [str(runner), *map(str, paths)]
 
 
 def blocks(page: Path) -> list[Block]:

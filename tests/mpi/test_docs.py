@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import Block, blocks
+from pages import Block, blocks, starts, write_programs
 
 from ub_dynamic.testing.launch import RankRun, launch_env, run_ranks
 
@@ -17,19 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
-@pytest.mark.parametrize(
-    ("page", "block"), [block.parameter(page) for page in PAGES for block in blocks(page) if block.runs]
-)
-def test_block_runs(tmp_path: Path, page: Path, block: Block) -> None:
+@pytest.mark.parametrize(("page", "together"), [start for page in PAGES for start in starts(page)])
+def test_blocks_run(tmp_path: Path, page: Path, together: list[Block]) -> None:
     for other in blocks(page):
         if other.file:
             (tmp_path / other.file).write_text(other.code)
-    if block.language == "bash":
-        _run_bash(block.code, tmp_path)
+    if together[0].language == "bash":
+        _run_bash(together[0].code, tmp_path)
         return
-    program = tmp_path / "block.py"
-    program.write_text(block.code)
-    run_ranks(program, block.ranks, timeout=120, cwd=tmp_path).check()
+    program, *paths = write_programs(together, tmp_path)
+    run_ranks(program, together[0].ranks, paths, timeout=120, cwd=tmp_path).check()
 
 
 def _run_bash(code: str, folder: Path) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import Block, blocks
+from pages import Block, blocks, starts, write_programs
 
 from ub_dynamic.testing.launch import run_ranks
 
@@ -15,11 +15,10 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 BLOCKS = [block for block in blocks(README) if block.language == "python"]
 
 
-@pytest.mark.parametrize(("page", "block"), [block.parameter(README) for block in BLOCKS])
-def test_block_runs(tmp_path: Path, page: Path, block: Block) -> None:
-    program = tmp_path / "block.py"
-    program.write_text(block.code)
-    run_ranks(program, block.ranks, timeout=120).check()
+@pytest.mark.parametrize(("page", "together"), starts(README))
+def test_blocks_run(tmp_path: Path, page: Path, together: list[Block]) -> None:
+    program, *paths = write_programs(together, tmp_path)
+    run_ranks(program, together[0].ranks, paths, timeout=120).check()
 
 
 def test_first_block_runs_under_torchrun_too(tmp_path: Path) -> None:

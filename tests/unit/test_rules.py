@@ -94,14 +94,14 @@ def accepted(spec: CommSpec, tokens: int) -> bool:
     return True
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=4500, deadline=None)
 @given(cases())
 def test_the_rules_accept_exactly_what_the_kernels_compute(case: tuple[CommSpec, int]) -> None:
     spec, tokens = case
     assert accepted(spec, tokens) == kernels_are_correct(spec, tokens)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(cases())
 def test_token_rule_and_check_tokens_say_the_same(case: tuple[CommSpec, int]) -> None:
     spec, tokens = case

@@ -33,7 +33,7 @@ def small_cases(draw: st.DrawFn) -> tuple[Method, Collective, int, int, int, int
     return method, collective, tp, rows * tp, capacity_rows * tp, hidden, splits, draw(st.sampled_from(DTYPES))
 
 
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=3200, deadline=None)
 @given(small_cases())
 def test_chunks_tile_the_active_prefix_and_never_pass_capacity(
     case: tuple[Method, Collective, int, int, int, int, int, torch.dtype],
@@ -51,7 +51,7 @@ def test_chunks_tile_the_active_prefix_and_never_pass_capacity(
     assert layout.nbytes == used * dtype.itemsize <= layout.capacity_nbytes == registered.size * dtype.itemsize
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(small_cases())
 def test_what_each_method_means(case: tuple[Method, Collective, int, int, int, int, int, torch.dtype]) -> None:
     method, collective, tp, tokens, capacity, hidden, splits, dtype = case
