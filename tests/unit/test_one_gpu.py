@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import mmap
 import os
 import signal
 import stat
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from ub_dynamic import UBShapeError, UBStateError, UBUnsupportedError
-from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark
+from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark, shared_files
 from ub_dynamic.testing.mps import Keeper
 from ub_dynamic.testing.one_gpu import TIMED_OUT, OneGpu, active_ranks, device, run
 from ub_dynamic.testing.peer_access import peer_access_library
@@ -306,3 +307,29 @@ def test_marked_processes_are_found_and_ended() -> None:
     kill_marked(mark, grace_s=1.0)
     process.wait(10)
     assert marked_pids(mark) == ()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in /dev/shm here")
+def test_files_in_shared_memory_end_with_the_processes_that_alone_have_them() -> None:
+    name, kept = (Path("/dev/shm", f"ub_dynamic_test_{os.getpid()}_{word}") for word in ("gone", "kept"))
+    program = (
+        "import mmap, sys, time\n"
+        "files = [open(path, 'r+b') for path in sys.argv[1:]]\n"
+        "held = [mmap.mmap(file.fileno(), 16) for file in files]\n"
+        "time.sleep(60)"
+    )
+    mark = new_mark()
+    try:
+        for path in (name, kept):
+            path.write_bytes(bytes(16))
+        with kept.open("r+b") as file, mmap.mmap(file.fileno(), 16):
+            command = [sys.executable, "-c", program, str(name), str(kept)]
+            process = subprocess.Popen(command, env={**os.environ, **mark})
+            wait_until(lambda: shared_files(marked_pids(mark)) == {str(name), str(kept)})
+            kill_marked(mark, grace_s=1.0)
+            process.wait()
+            assert not name.exists()
+            assert kept.exists(), "another process has it too"
+    finally:
+        name.unlink(missing_ok=True)
+        kept.unlink(missing_ok=True)
