@@ -120,6 +120,32 @@ class TestStatistics:
         assert len(taken["a"]) == 6
 
 
+class TestTheEnd:
+    """Ranks count time from where they stand, so their ends differ; what they do must not."""
+
+    @pytest.mark.parametrize("run", [interleaved, race.race])
+    def test_ranks_whose_time_is_over_apart_from_each_other_stop_together(self, run: Any) -> None:
+        told: list[Any] = [None, None]
+        meet = threading.Barrier(2, timeout=30)
+
+        def rank(index: int) -> int:
+            def gather(value: Any) -> list[Any]:
+                told[index] = value
+                meet.wait()
+                found = list(told)
+                meet.wait()
+                return found
+
+            clock = Clock()
+            block = clock.block(lambda arm, steps: 1.0)
+            until = (0.12, 0.3)[index]
+            return len(run(("a", "b"), block, gather, until, block_ms=10.0, between=int, clock=clock)["a"])
+
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(rank, range(2))
+        assert one == other >= 3
+
+
 def noisy(times: dict[str, float], sigma: float, seed: int) -> Callable[[str, int], float]:
     generator = random.Random(seed)
     return lambda arm, steps: times[arm] * generator.lognormvariate(0.0, sigma)

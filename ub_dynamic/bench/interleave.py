@@ -62,6 +62,11 @@ def slowest(gather: Gather, times: Sequence[float]) -> list[float]:
     return [max(each) for each in zip(*gather(list(times)), strict=True)]
 
 
+def is_over(gather: Gather, mine: bool) -> bool:
+    """Whether the time is over on any rank, the same answer on all: each has a clock, and an end, of its own."""
+    return any(gather(mine))
+
+
 def calibrate(
     arms: Sequence[str], block: Block, gather: Gather, block_ms: float = BLOCK_MS, least: int = LEAST_STEPS
 ) -> dict[str, int]:
@@ -88,7 +93,7 @@ def interleaved(
     counts = calibrate(arms, block, gather, block_ms, least_steps)
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     done, duration = 0, 0.0
-    while done < least or max(gather(clock() + duration)) < until:
+    while done < least or not is_over(gather, clock() + duration >= until):
         begin = clock()
         between()
         for order in rounds_of(len(arms)):

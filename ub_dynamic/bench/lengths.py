@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .interleave import ratio, rounds_of, slowest
+from .interleave import is_over, ratio, rounds_of, slowest
 from .operations import any_method_multiple
 from .report import Budget, Report
 from .tp_step import Factory, factory_of, supported
@@ -68,7 +68,7 @@ def one_workload(
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     duration, orders = 0.0, rounds_of(len(arms))
     number = 0
-    while number < len(orders) or max(world.gather(time.monotonic() + duration)) < until:
+    while number < len(orders) or not is_over(world.gather, time.monotonic() + duration >= until):
         begin = time.monotonic()
         for index in orders[number % len(orders)]:
             taken[arms[index]].append(steps.epoch(arms[index], tokens))

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from .interleave import Block, Gather, calibrate, one_round, ratio, rounds_of, slowest, spread
+from .interleave import Block, Gather, calibrate, is_over, one_round, ratio, rounds_of, slowest, spread
 
 LEAST_ROUNDS = 6  # six equal candidates in a row below 1 by chance: 1 in 64
 FIRST_ROUNDS = 2  # after so many rounds the field is cut
@@ -47,7 +47,7 @@ def race(
     taken: dict[str, list[float]] = {arm: [] for arm in standing}
     duration = 0.0
     for number in range(most_rounds):
-        if number >= LEAST_ROUNDS and max(gather(clock() + duration)) > until:
+        if number >= LEAST_ROUNDS and is_over(gather, clock() + duration > until):
             break
         begin = clock()
         between()

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import UBShapeError
 from ..overlap import OverlapConfig
 from .candidates import candidates, default_of
+from .interleave import is_over
 from .operations import GEMMS, Gemm, any_method_multiple, buckets, check_sizes
 from .race import pick, race, summary
 from .report import Budget, Report
@@ -64,7 +65,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     for number, cell in enumerate(cells):
         report.progress(number, len(cells), f"{cell.gemm.name} at T = {cell.tokens}")
         until = budget.until(cell)
-        if any(world.gather(budget.left < LEAST_CELL_S)):
+        if is_over(world.gather, budget.left < LEAST_CELL_S):
             report.row(field.unmeasured(cell))
         else:
             report.row(field.measure(cell, until))
