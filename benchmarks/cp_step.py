@@ -78,7 +78,9 @@ class Stack:
         for layer in self.module:
             layer.set_context_parallel_group(groups, ranks, stream, "p2p")
         self._x = torch.randn(len(problem.q), hidden, device=device, dtype=torch.bfloat16).requires_grad_()
-        self._grad, self._kwargs = torch.randn_like(self._x), boundaries(problem)
+        self._grad = torch.randn_like(self._x)
+        # MultiheadAttention has the format from its constructor
+        self._kwargs = {name: value for name, value in boundaries(problem).items() if name != "qkv_format"}
 
     def __call__(self) -> object:
         self._x.grad = None

@@ -16,8 +16,9 @@ import argparse
 import json
 import os
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +126,17 @@ def _part(setup: Setup, name: str, words: tuple[str, ...], seconds: float, write
     return Part(name, (*words, "--seconds", f"{scaled:g}"), scaled, writes)
 
 
-def run(parts: Sequence[Part], out: Path, budget_s: float) -> list[str]:
-    """Run the parts that have no file yet, as far as the time goes; the names of those that failed or were left."""
+def run(
+    parts: Sequence[Part], out: Path, budget_s: float, after: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Run the parts that are not done yet, as far as the time goes; the names of those that failed or were left.
+
+    ``after``: what is done after each.
+    """
     end = time.monotonic() + budget_s
     failed = []
     for part in parts:
-        if part.writes.exists():
+        if is_done(part.writes):
             print(f"{part.name:24} is there already: {part.writes.name}", flush=True)
             continue
         left = end - time.monotonic()
@@ -147,12 +153,34 @@ def run(parts: Sequence[Part], out: Path, budget_s: float) -> list[str]:
         if result.returncode or result.timed_out:
             failed.append(part.name)
             print(tail(result.stdout, 10), tail(result.stderr, 30), sep="\n", flush=True)
+        after()
     return failed
+
+
+def is_done(path: Path) -> bool:
+    """Whether a part has written its file, and none of its starts failed."""
+    if not path.exists():
+        return False
+    if path.suffix != ".json":
+        return True
+    return not json.loads(path.read_text()).get("figures", {}).get("failed_starts", 0)
+
+
+def pack(archive: Path | None, *folders: Path) -> None:
+    """One file of everything that is there so far."""
+    if archive is None:
+        return
+    partial = archive.with_name(f"{archive.name}.tmp")
+    with tarfile.open(partial, "w:gz") as tar:
+        for folder in dict.fromkeys(folders):
+            tar.add(folder, arcname=folder.name)
+    partial.replace(archive)
 
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "COLUMNS": "160"}
+    # A program ends its ranks itself, and keeps their rows, before it is ended here.
+    return {"PYTHONPATH": path, "COLUMNS": "160", "UB_DYNAMIC_BENCH_START_S": f"{START_S + GRACE_S - 15:g}"}
 
 
 def merge_ops(setup: Setup) -> Path | None:
@@ -180,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", action="store_true", help="all ranks on one GPU: a dry run of everything but times")
     parser.add_argument("--rehearse", action="store_true", help="on CPU ranks, tiny")
     parser.add_argument("--out", type=Path, default=None, help="folder of result files and logs")
-    parser.add_argument("--tables", type=Path, default=HERE / "tables", help="folder of tuned tables")
+    parser.add_argument("--tables", type=Path, default=None, help="folder of tuned tables; default: tables in --out")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of both folders, made anew after each part")
     parser.add_argument("--budget", type=float, default=1140, help="seconds for everything")
     parser.add_argument("--only", nargs="+", help="these parts alone")
     parser.add_argument("--skip", nargs="+", default=[], help="without these parts")
@@ -198,15 +227,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for folder in (setup.out, setup.tables):
         folder.mkdir(parents=True, exist_ok=True)
-    failed = run(parts, setup.out, options.budget)
+    if options.shared:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    failed = run(parts, setup.out, options.budget, lambda: pack(options.archive, setup.out, setup.tables))
     if (merged := merge_ops(setup)) is not None:
         print(f"{merged.name}: {json.loads(merged.read_text())['figures']}")
+    pack(options.archive, setup.out, setup.tables)
     return int(bool(failed))
 
 
 def _setup(options: argparse.Namespace) -> Setup:
     out = (options.out or results_folder()).resolve()
-    tables = options.tables.resolve()
+    tables = (options.tables or out / "tables").resolve()
     if options.rehearse:
         sizes = {"hiddens": (64,), "tokens": "64:128", "capacity": 128, "scale": 0.05}
         return Setup(options.gpus, "host", f"rehearsal{options.gpus}", out, tables, **sizes)

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from several_gpus import GRACE_S, HERE, START_S, Part, run
+from several_gpus import GRACE_S, HERE, START_S, Part, pack, run
 
 from ub_dynamic.testing.results import results_folder
 
@@ -36,7 +36,7 @@ def plan(gpus: int, out: Path, shared: bool, scale: float) -> list[Part]:
         scaled = seconds * scale
         words = (
             str(HERE / program), "--tp", str(gpus), "--seconds", f"{scaled:g}", "--name", name, "--out", str(out),
-            "--timeout", f"{START_S + scaled + GRACE_S:g}", *(() if shared else ("--gpus",)),
+            "--timeout", f"{scaled + GRACE_S:g}", *(() if shared else ("--gpus",)),
         )  # fmt: skip
         parts.append(Part(name, words, scaled, out / f"{name}.json"))
     return parts
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=2, choices=(2, 4, 8), help="ranks, one a GPU: cp and pp")
     parser.add_argument("--shared", action="store_true", help="all ranks on one GPU: a dry run of everything but times")
     parser.add_argument("--out", type=Path, default=None, help="folder of result files and logs")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder, made anew after each part")
     parser.add_argument("--budget", type=float, default=600, help="seconds for everything")
     parser.add_argument("--scale", type=float, default=1.0, help="of the seconds to measure in")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, with seconds, and run nothing")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{part.name:24} {START_S + part.seconds:5.0f} s  python {' '.join(part.words)}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    return int(bool(run(parts, out, options.budget)))
+    return int(bool(run(parts, out, options.budget, lambda: pack(options.archive, out))))
 
 
 if __name__ == "__main__":

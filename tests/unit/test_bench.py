@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_backend import FakeBackend
 from typer.testing import CliRunner
 
 from ub_dynamic.bench import lengths, op, race, start, tp_step
@@ -27,13 +28,16 @@ from ub_dynamic.bench.operations import GEMMS, buckets, check_sizes
 from ub_dynamic.bench.peers import PEERS
 from ub_dynamic.bench.report import Budget, Report
 from ub_dynamic.bench.subject import probing, register
+from ub_dynamic.bench.te_steps import choose
 from ub_dynamic.bench.tuned import GrowingTable, gains
 from ub_dynamic.bench.tuner import UNMEASURED, cells_of, measure
 from ub_dynamic.bench.workloads import DISTRIBUTIONS, LogNormal, microbatches, read_lengths
 from ub_dynamic.bench.worlds import refusal, shares_gpu
 from ub_dynamic.cli.app import app
 from ub_dynamic.errors import UBShapeError, UBUnsupportedError
+from ub_dynamic.manager import Manager
 from ub_dynamic.overlap import OverlapConfig
+from ub_dynamic.policy import Choice, Policy
 from ub_dynamic.rules import TokenRule
 from ub_dynamic.tuning_table import TuningTable, these_versions, this_machine
 
@@ -118,6 +122,18 @@ class TestStatistics:
     def test_the_least_runs_even_without_time(self) -> None:
         taken = interleaved(("a", "b"), lambda arm, steps: 1.0, Ranks().gather, float("-inf"), least=3)
         assert len(taken["a"]) == 6
+
+
+def test_an_arm_with_a_policy_stands_at_its_plan_after_one_without() -> None:
+    ring = OverlapConfig("ring_exchange")
+    policy = Policy((1,), ({"fc2_fprop": Choice(ring, "one stage for every T")},))
+    backend = FakeBackend()
+    manager = Manager(backend, (128, 64), check="never", policy=policy)
+    for _ in range(2):
+        choose(manager, None)
+        assert backend.calls[-1] == {}
+        choose(manager, policy)
+        assert backend.calls[-1] == {"fc2_fprop": ring}
 
 
 class TestTheEnd:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,21 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFi
         (tmp_path / f"{name}_x2.json").write_text("{}")
     assert load("several_gpus_cp").main(["--gpus", "2", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("is there already") == 3
+
+
+def test_a_part_that_failed_is_run_again_and_everything_is_packed(tmp_path: Path) -> None:
+    module = load("several_gpus")
+    result = tmp_path / "ops_x2.json"
+    assert not module.is_done(result)
+    result.write_text('{"figures": {"failed_starts": 1}}')
+    assert not module.is_done(result)
+    result.write_text('{"figures": {"cells": 3}}')
+    assert module.is_done(result)
+    archive = tmp_path.parent / f"{tmp_path.name}.tar.gz"
+    module.pack(archive, tmp_path, tmp_path)
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == [tmp_path.name, f"{tmp_path.name}/ops_x2.json"]
+    archive.unlink()
 
 
 def test_figures_of_the_step_are_the_worst_of_all_cases() -> None:

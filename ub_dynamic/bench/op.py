@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import UBStateError
+from ..manager import Manager
 from ..overlap import OverlapConfig
 from ..policy import Policy
 from .interleave import interleaved, ratio, spread
 from .operations import GEMMS, Gemm, check_sizes
 from .peers import PEERS, Arm, Configured, Setting, switched_of
 from .report import Budget, Report
-from .subject import register
+from .subject import Refused, register
 from .worlds import World
 
 OURS = "policy"
@@ -40,7 +42,8 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     done = 0
     for gemm in gemms:
         setting = Setting(world, manager, gemm, hidden, ffn, manager.capacity[0])
-        arms = _arms(setting, policy, options["peers"], report)
+        arms = _arms(setting, policy, refused, options["peers"], report)
+        _drop_what_fails(world, arms, manager, gemm, report)
         for tokens in sorted(options["tokens"], reverse=True):
             report.progress(done, len(cells), f"{gemm.name} at T = {tokens}")
             tokens = manager.round_up_tokens(tokens)
@@ -79,21 +82,25 @@ def _chosen(policy: Policy | None, gemm: Gemm, tokens: Sequence[int]) -> list[Ov
 class _Policy:
     """The GEMM in the configuration that the policy chooses for this T."""
 
-    def __init__(self, setting: Setting, policy: Policy) -> None:
+    def __init__(self, setting: Setting, policy: Policy, refused: Refused) -> None:
         self._switched, self._policy, self._name = switched_of(setting), policy, setting.gemm.name
+        self._refused = refused
 
     def block(self, tokens: int, steps: int) -> float:
         choice = self._policy.choices(tokens).get(self._name)
-        return self._switched.block(None if choice is None else choice.config, tokens, steps)
+        config = None if choice is None or (self._name, choice.config) in self._refused else choice.config
+        return self._switched.block(config, tokens, steps)
 
     def close(self) -> None:
         return
 
 
-def _arms(setting: Setting, policy: Policy | None, names: Sequence[str], report: Report) -> dict[str, Arm]:
+def _arms(
+    setting: Setting, policy: Policy | None, refused: Refused, names: Sequence[str], report: Report
+) -> dict[str, Arm]:
     arms: dict[str, Arm] = {}
     if policy is not None:
-        arms[OURS] = _Policy(setting, policy)
+        arms[OURS] = _Policy(setting, policy, refused)
     for name in names:
         if (reason := PEERS[name].available(setting.world, setting.gemm)) is not None:
             report.refused(reason)
@@ -102,6 +109,23 @@ def _arms(setting: Setting, policy: Policy | None, names: Sequence[str], report:
     if not any(isinstance(arm, Configured) for arm in arms.values()) and policy is None:
         arms["default"] = PEERS["default"].make(setting)
     return arms
+
+
+def _drop_what_fails(world: World, arms: dict[str, Arm], manager: Manager, gemm: Gemm, report: Report) -> None:
+    """One step of each arm; one that fails on some rank is left out on all, with the reason."""
+    tokens, hidden = manager.capacity
+    manager.set_active_shape((tokens, hidden))
+    for name in list(arms):
+        reason = None
+        try:
+            arms[name].block(tokens, 1)
+        except Exception as error:
+            reason = f"{name}, {gemm.name}: {type(error).__name__}: {error}"
+        if told := [each for each in world.gather(reason) if each is not None]:
+            if name in (OURS, "default"):
+                raise UBStateError(told[0])
+            report.refused(told[0])
+            arms.pop(name).close()
 
 
 def _cell(world: World, arms: Mapping[str, Arm], gemm: Gemm, tokens: int, until: float) -> dict[str, Any]:

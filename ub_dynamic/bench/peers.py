@@ -142,7 +142,7 @@ class CublasMp:
         from ..testing.te_world import quantization_modes
 
         world: Any = setting.world
-        self._base, self._world = base, world
+        self._base, self._world, self._backend = base, world, setting.manager.backend
         standing, base._ub_communicators = base._ub_communicators, None
         try:
             base.initialize_ub(
@@ -167,6 +167,7 @@ class CublasMp:
     @contextmanager
     def _standing(self) -> Iterator[None]:
         base = self._base
+        self._backend.switch(self._backend.plan({}))  # or its layers would read the flags of the last choice
         other = base._ub_communicators
         base._ub_communicators, base._ub_with_cublasmp = self._own, True
         try:

@@ -106,7 +106,7 @@ class Sets:
 def choose(manager: Any, policy: Policy | None) -> None:
     """Back to capacity, with ``policy`` from now on, or with every GEMM as configured."""
     manager.reset_active_shape()
-    manager.policy, manager._stage = policy, -1
+    manager.policy, manager._stage, manager._standing = policy, -1, None
     if policy is None:
         manager.backend.switch(manager.backend.plan({}))
     else:

@@ -212,11 +212,13 @@ def _measure(
     chosen = check_backend(backend)
     watched = Watched(f"bench {name}")
     ended = watched.run(name, options, chosen, ranks, seconds)
-    figures = BENCHES[name].figures(ended.rows)
+    figures = {**BENCHES[name].figures(ended.rows), **({"failed_starts": 1} if ended.status else {})}
     _show(watched, ended.rows, figures)
     if json is not None:
         path = write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
         watched.console.print(f"Written to {path}", highlight=False)
+    if ended.status:
+        raise typer.Exit(1)
 
 
 # What a table leaves to the result file.

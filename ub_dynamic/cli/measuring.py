@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,7 +19,8 @@ from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
 
 INTERRUPTED = 130
-_START_S = 150.0  # what starting ranks, imports and one cell more than planned may take
+# What starting ranks, imports and one cell more than planned may take.
+_START_S = float(os.environ.get("UB_DYNAMIC_BENCH_START_S", "150"))
 
 Backend = Annotated[str, typer.Option(help="host: CPU ranks over MPI; te: Transformer Engine on GPUs")]
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks, one TP group: tp")]
@@ -85,7 +87,8 @@ class Watched:
         self.refused: list[str] = []
 
     def run(self, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int, seconds: float) -> Ended:
-        """Measure, or exit: 2 for what cannot be measured here, 130 after Ctrl-C, 1 if a rank failed."""
+        """Measure, or exit: 2 for what cannot be measured here, 130 after Ctrl-C, 1 if a rank failed before there was
+        a row. With rows and a status other than 0 the caller keeps them, and exits 1."""
         try:
             mode = mode_of(backend, ranks)
             self.console.print(f"[bold]{self._title}[/] on {mode}", highlight=False)
@@ -102,7 +105,8 @@ class Watched:
             raise typer.Exit(INTERRUPTED) from None
         if ended.status:
             typer.echo(f"{self._title}: the ranks ended with status {ended.status}\n{ended.output}", err=True)
-            raise typer.Exit(1)
+            if not ended.rows:
+                raise typer.Exit(1)
         return ended
 
     def _progress(self) -> Progress:

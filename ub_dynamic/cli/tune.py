@@ -62,7 +62,7 @@ def tune(
         "seconds": seconds,
         "done": growing.done,
     }
-    watched.run("tune", options, chosen, tp, seconds)
+    ended = watched.run("tune", options, chosen, tp, seconds)
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
@@ -71,6 +71,8 @@ def tune(
 
         draw(table, plot)
         watched.console.print(f"Drawn to {plot}", highlight=False)
+    if ended.status:
+        raise typer.Exit(1)
 
 
 def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:

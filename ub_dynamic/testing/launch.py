@@ -163,7 +163,8 @@ class RankRun:
 def launch_command(launcher: Launcher, n: int) -> list[str]:
     """The words before the program: the launcher, its options, and this Python."""
     if launcher == "torchrun":
-        flags = ["--standalone", "--nnodes=1", f"--nproc-per-node={n}", "--no-python"]
+        # A host whose own name does not resolve could not meet at it.
+        flags = ["--standalone", "--local-addr=127.0.0.1", "--nnodes=1", f"--nproc-per-node={n}", "--no-python"]
         return [sys.executable, "-m", "torch.distributed.run", *flags, sys.executable]
     mpirun = find_mpirun()
     if mpirun is None:

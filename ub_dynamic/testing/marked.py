@@ -19,8 +19,8 @@ _SHARED = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
 
 
 def new_mark() -> dict[str, str]:
-    """The environment that marks the processes of one new run."""
-    return {RUN_ID: uuid.uuid4().hex}
+    """The environment that marks the processes of one new run; inside of another run, as a part of that one too."""
+    return {RUN_ID: ".".join(filter(None, [os.environ.get(RUN_ID), uuid.uuid4().hex]))}
 
 
 def marked_pids(mark: dict[str, str]) -> tuple[int, ...]:
