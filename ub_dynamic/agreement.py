@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .backends.names import GEMM_METHODS, check_cfgs, registered_specs, resolve_specs
-from .errors import UBRankMismatchError, UBShapeError, UBUnsupportedError
+from .errors import UBDynamicError, UBRankMismatchError, UBShapeError, UBUnsupportedError
 from .groups import Group
 from .manager import check_arguments
 from .policy import ChooseOverlap, Policy, policy_of
@@ -56,7 +56,7 @@ def agree(
     facts = {"shape": shape, **options, "policy": None if chosen is None else chosen.digest()}
     mine = ", ".join(f"{name} = {value!r}" for name, value in facts.items() if value is not None)
     told = group.allgather(
-        (mine, None if refusal is None else str(refusal)), "comparing the arguments of initialize_ub"
+        (mine, None if refusal is None else _text(refusal)), "comparing the arguments of initialize_ub"
     )
     if refusal is not None:
         raise refusal
@@ -69,6 +69,11 @@ def agree(
             + "; ".join(f"rank {rank}: {facts}" for rank, (facts, _) in ranks)
         )
     return capacity, chosen
+
+
+def _text(error: Exception) -> str:
+    """What is told to the other ranks; an error of the caller's own says its type too."""
+    return str(error) if isinstance(error, UBDynamicError) else f"{type(error).__name__}: {error}"
 
 
 def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, Any]) -> tuple[CommSpec, ...]:

@@ -25,10 +25,12 @@ def main() -> None:
     import torch
 
     import ub_dynamic as ubd
-    from ub_dynamic.backends.host import ColumnParallelLinear, get_ub
+    from ub_dynamic.backends.host import ColumnParallelLinear, RowParallelLinear, get_ub
+    from ub_dynamic.overlap import OverlapConfig
 
     check = "never" if FAULT in ("other-T-unchecked", "skip-operation") else "deferred"
-    ubd.initialize_ub((ROWS * SIZE, HIDDEN), SIZE, dtype=torch.float32, backend="host", check=check)  # type: ignore[arg-type]
+    policy = (lambda gemm, tokens: OverlapConfig("none")) if FAULT == "other-gemm" else None
+    ubd.initialize_ub((ROWS * SIZE, HIDDEN), SIZE, dtype=torch.float32, backend="host", check=check, policy=policy)  # type: ignore[arg-type]
     bad = RANK == BAD
 
     def ring(at_chunk: int | None = None) -> None:
@@ -47,6 +49,11 @@ def main() -> None:
         raise ValueError("a mistake in the middle of a ring")
 
     layer = ColumnParallelLinear(HIDDEN, 64 * SIZE, ub_name="fc1")
+    if FAULT == "other-gemm":  # messages of the same size
+        row = RowParallelLinear(64 * SIZE, HIDDEN, ub_name="fc2")
+        row(torch.ones(ROWS * SIZE, 64)) if bad else layer(torch.ones(ROWS, HIDDEN))
+        ubd.destroy_ub()
+        return
     for _ in range(3):
         ring()
     if FAULT.startswith("killed") or FAULT in ("stopped", "raises", "caught"):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ub_dynamic.testing.launch import mpi_missing
+from ub_dynamic.testing.marked import marked_pids, new_mark
 from ub_dynamic.tuning_table import TuningTable
 
 pytestmark = pytest.mark.mpi
@@ -101,12 +102,14 @@ def test_a_table_is_made_taken_up_again_and_used(tmp_path: Path) -> None:
     assert row["policy_us"] > 0 and row["over_best_peer"] > 0
 
 
-def test_ctrl_c_ends_the_ranks_and_keeps_the_cells(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_ranks_and_keeps_the_cells(tmp_path: Path, number: signal.Signals, status: int) -> None:
     path = tmp_path / "table.json"
     words = ("tune", *SMALL, "--tokens", "32:128", "--out", str(path), "--seconds", "200")
+    mark = new_mark()
     process = subprocess.Popen(
         command(words),
-        env=environment(),
+        env={**environment(), **mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,10 +119,19 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_cells(tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, said
+    assert process.returncode == status, said
     assert "nothing is left running" in said and "Traceback" not in said
+    assert not marked_pids(mark)
     assert TuningTable.load(path).rows
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ("tune", *SMALL, "--tokens", "64:64", "--out", str(tmp_path / "file" / "table.json"))
+    done = subprocess.run(command(words), env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "table.json cannot be written" in done.stderr and "Traceback" not in done.stderr

@@ -97,6 +97,14 @@ def test_a_skipped_change_of_shape_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_another_gemm_is_found_where_nothing_overlaps(tmp_path: Path) -> None:
+    _, seen = provoke("other-gemm", 2, tmp_path)
+    assert {what["error"] for what in seen.values()} == {"UBRankMismatchError"}, seen
+    for what in seen.values():
+        assert "rank 0: fc1_fprop with T = 4096; rank 1: fc2_fprop with T = 4096" in what["text"]
+
+
+@pytest.mark.mpi
 def test_a_skipped_operation_is_found(tmp_path: Path) -> None:
     _, seen = provoke("skip-operation", 2, tmp_path)
     assert {what["error"] for what in seen.values()} == {"UBRankMismatchError"}, seen

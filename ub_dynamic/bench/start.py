@@ -168,6 +168,7 @@ class _Reader:
         self.events: list[Mapping[str, Any]] = []
         self._path, self._on_event = path, on_event
         self._ended = threading.Event()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._left = ""
 
@@ -178,6 +179,8 @@ class _Reader:
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._thread.join()
+        if self._error is not None and exc[0] is None:
+            raise self._error
 
     def _follow(self) -> None:
         with self._path.open() as file:
@@ -193,8 +196,11 @@ class _Reader:
         for line in lines:
             event = json.loads(line)
             self.events.append(event)
-            if self._on_event is not None:
-                self._on_event(event)
+            if self._on_event is not None and self._error is None:
+                try:
+                    self._on_event(event)
+                except Exception as error:  # raised at the end of the run, in the thread that waits for it
+                    self._error = error
 
 
 def _python_path() -> str:

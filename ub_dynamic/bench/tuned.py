@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,16 +31,29 @@ def header(tp: int, hidden: int, ffn: int, dtype: str, mode: str) -> dict[str, A
     }
 
 
+def _check_writable(path: Path) -> None:
+    """Before anything is measured; makes the folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UBUnsupportedError(f"{path} cannot be written: {error}") from None
+    if path.is_dir():
+        raise UBUnsupportedError(f"{path} is a folder; name a file, as in table.json")
+
+
 class GrowingTable:
     """``path`` with the rows that it has already, and those of this run.
 
-    :class:`UBUnsupportedError` for a file that is no table, or whose header differs from ``facts``: it is not
-    overwritten then, unless ``restart``.
+    :class:`UBUnsupportedError` for a file that cannot be written, is no table, or has a header that differs from
+    ``facts``: it is not overwritten then, unless ``restart``.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], restart: bool = False) -> None:
         self.path, self._facts = path, dict(facts)
         self._rows: dict[tuple[str, int], dict[str, Any]] = {}
+        _check_writable(path)
         if path.exists() and not restart:
             for row in self._matching(TuningTable.load(path)).to_json()["rows"]:
                 self._rows[row["gemm"], row["tokens"]] = row

@@ -17,6 +17,7 @@ from ..bench.operations import GEMMS, any_method_multiple, buckets
 from ..bench.start import Ended, mode_of, run
 from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
+from ..testing.one_gpu import signals_as_exit
 
 INTERRUPTED = 130
 # What starting ranks, imports and one cell more than planned may take.
@@ -96,13 +97,20 @@ class Watched:
                 self._task = progress.add_task("starting the ranks", total=None)
                 self._bar = progress
                 job = {"bench": name, "options": dict(options)}
-                ended = run(job, backend, ranks, seconds + _START_S, self._take, env=BENCHES[name].env)
+                with signals_as_exit():  # the ranks end with this process, as with Ctrl-C
+                    ended = run(job, backend, ranks, seconds + _START_S, self._take, env=BENCHES[name].env)
         except UBDynamicError as error:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
             typer.echo(f"{self._title}: ended; nothing is left running", err=True)
             raise typer.Exit(INTERRUPTED) from None
+        except SystemExit as signalled:
+            typer.echo(f"{self._title}: ended; nothing is left running", err=True)
+            raise typer.Exit(int(signalled.code or 0)) from None
+        except OSError as error:
+            typer.echo(f"{self._title}: {error}", err=True)
+            raise typer.Exit(1) from error
         if ended.status:
             typer.echo(f"{self._title}: the ranks ended with status {ended.status}\n{ended.output}", err=True)
             if not ended.rows:

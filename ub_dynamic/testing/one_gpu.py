@@ -144,7 +144,7 @@ def run(command: Sequence[str], options: OneGpu, output: BinaryIO | None = None)
     keeper = Keeper(mark, options.mps)
     _say(LABEL.format(ranks=options.ranks) + (", MPS on" if options.mps else ", no MPS: ranks take turns"))
     try:
-        with _signals_as_exit():
+        with signals_as_exit():
             port = _free_port()
             environments = [
                 {**os.environ, **keeper.environment, **rank_environment(rank, options, port, library), **mark}
@@ -246,7 +246,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind like Ctrl-C does, so that the ranks are ended. In the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield

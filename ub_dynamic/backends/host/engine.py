@@ -55,12 +55,13 @@ class Engine:
         self._progress = ProgressThread(self._transport)
 
     def operation(self, what: str, name: str | None, tokens: int) -> Operation:
-        """The next operation of this rank; use it in a ``with`` statement. ``name`` None: on no communicator.
+        """The next operation of this rank; use it in a ``with`` statement. ``name`` None, or one that no communicator
+        has: on none.
 
         Raises the first error of an earlier operation, :class:`UBStateError` from a second thread in the
         middle of another operation, :class:`UBRankMismatchError` where the ranks disagree.
         """
-        return Operation(self, what, _PLAIN if name is None else name, tokens)
+        return Operation(self, what, name if name in self._index and name is not None else _PLAIN, tokens)
 
     def busy(self) -> str | None:
         """Why no shape may change now, or None."""

@@ -50,6 +50,10 @@ class Overlap:
     def tp(self) -> int:
         return self.backend.tp
 
+    def name(self, step: str) -> str:
+        """TE's name of the communicator of ``fprop``, ``dgrad`` or ``wgrad``."""
+        return f"{self.ub_name}_{step}"
+
     def take(self, step: str, kind: type[Kind], tokens: int, dtype: torch.dtype) -> Kind | None:
         """The communicator of ``fprop``, ``dgrad`` or ``wgrad``, ready for ``tokens`` tokens of ``dtype``.
 
@@ -58,7 +62,7 @@ class Overlap:
         """
         if not self.overlap or self.tp == 1:
             return None
-        communicator = self.backend.take(f"{self.ub_name}_{step}", tokens)
+        communicator = self.backend.take(self.name(step), tokens)
         return None if communicator is None else _checked(communicator, kind, dtype)
 
 
@@ -84,7 +88,7 @@ class ColumnParallel(torch.autograd.Function):
         ctx.how = how
         gather = how.take("fprop", RingAllGather, x.shape[0] * how.tp, x.dtype)
         out = x.new_empty(x.shape[0] * how.tp, weight.shape[0])
-        for rows, chunk in _gathered_chunks(x, gather, how):
+        for rows, chunk in _gathered_chunks(x, gather, how, "fprop"):
             if bias is None:
                 torch.mm(chunk, weight.t(), out=out[rows])
             else:
@@ -119,7 +123,7 @@ class RowParallel(torch.autograd.Function):
         scatter = how.take("fprop", Communicator, x.shape[0], x.dtype)
         if scatter is None:
             partial = x @ weight.t()
-            return partial if how.tp == 1 else plain.reduce_scatter(_engine(how), partial)
+            return partial if how.tp == 1 else plain.reduce_scatter(_engine(how), partial, how.name("fprop"))
         out = x.new_empty(x.shape[0] // how.tp, weight.shape[0])
         for rows, columns, block in _chunked(scatter).reduce_scatter_chunks(out):
             torch.mm(x[rows], weight[columns].t(), out=block)
@@ -134,7 +138,7 @@ class RowParallel(torch.autograd.Function):
         gather = ctx.how.take("dgrad", RingAllGather, grad_output.shape[0] * ctx.how.tp, grad_output.dtype)
         grad_x = torch.empty_like(x) if need_x else None
         whole = grad_output
-        for rows, chunk in _gathered_chunks(grad_output, gather, ctx.how):
+        for rows, chunk in _gathered_chunks(grad_output, gather, ctx.how, "dgrad"):
             if grad_x is not None:
                 torch.mm(chunk, weight, out=grad_x[rows])
             whole = chunk
@@ -148,11 +152,11 @@ class RowParallel(torch.autograd.Function):
 
 
 def _gathered_chunks(
-    local: torch.Tensor, gather: RingAllGather | None, how: Overlap
+    local: torch.Tensor, gather: RingAllGather | None, how: Overlap, step: str
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """``local`` of every rank, chunk by chunk as it arrives, or whole where nothing overlaps."""
     if gather is None:
-        whole = local if how.tp == 1 else plain.all_gather(_engine(how), local)
+        whole = local if how.tp == 1 else plain.all_gather(_engine(how), local, how.name(step))
         return iter([(slice(0, whole.shape[0]), whole)])
     gather.copy_into_buffer(local, local_chunk=True)
     return gather.all_gather_chunks()
@@ -206,7 +210,7 @@ def _column_dgrad_rs(
                 torch.mm(grad_output[rows], weight[:, columns], out=block)
     if not need_weight:
         return None
-    whole = plain.all_gather(_engine(how), x) if gather is None else gather.get_buffer()
+    whole = plain.all_gather(_engine(how), x, how.name("wgrad")) if gather is None else gather.get_buffer()
     with gemm_span(f"{how.ub_name} wgrad"):
         return grad_output.t() @ whole
 
@@ -222,10 +226,10 @@ def _column_plain(
     """The same results with one collective after the other."""
     if grad_x is not None:
         partial = grad_output @ weight
-        grad_x.copy_(partial if how.tp == 1 else plain.reduce_scatter(_engine(how), partial))
+        grad_x.copy_(partial if how.tp == 1 else plain.reduce_scatter(_engine(how), partial, how.name("dgrad")))
     if not need_weight:
         return None
-    return grad_output.t() @ (x if how.tp == 1 else plain.all_gather(_engine(how), x))
+    return grad_output.t() @ (x if how.tp == 1 else plain.all_gather(_engine(how), x, how.name("wgrad")))
 
 
 def _chunked(communicator: Communicator) -> PipelineReduceScatter | RingReduceScatter:

@@ -102,7 +102,8 @@ class OperationLog:
         if not wanted or latest < wanted or record >> (_INDEX_BITS + _TOKEN_BITS) != wanted % (1 << _NUMBER_BITS):
             return f"{latest} operations so far"
         name = self._names[record >> _TOKEN_BITS & MAX_NAMES - 1]
-        text = f"{name} with T = {record & (1 << _TOKEN_BITS) - 1}"
+        tokens = record & (1 << _TOKEN_BITS) - 1
+        text = f"{name} with T = {tokens}" if tokens else name
         if number is None:
             text += f" (operation {latest})"
         return text + (", gave up" if self._words[base + _FAILED] else "")
