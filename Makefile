@@ -43,7 +43,7 @@ demo: $(READY)
 	$(DEMO)
 
 test: $(READY)
-	$(PY) -m pytest -n 2 $(TESTS)
+	$(PY) -m pytest -n 2 --no-loadscope-reorder $(TESTS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
