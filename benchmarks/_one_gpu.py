@@ -40,6 +40,14 @@ def parser(description: str, *, tp: Sequence[int] = (2, 4), timeout: float = 300
     return made
 
 
+def timed_parser(name: str, description: str, *, seconds: float, timeout: float) -> argparse.ArgumentParser:
+    """Those of a program that measures times with one rank a GPU, for so many seconds; ``name``: of its result."""
+    made = parser(description, tp=(2,), timeout=timeout)
+    made.add_argument("--seconds", type=float, default=seconds, help="time to measure in, for each start")
+    made.add_argument("--name", default=name, help="name of the result file")
+    return made
+
+
 def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figures) -> int:
     """Launch, or measure on this rank. The result file is written after each start, with all rows so far."""
     if EVENTS in os.environ:

@@ -100,13 +100,11 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    made = _one_gpu.parser(__doc__, tp=(2,), timeout=240)
+    made = _one_gpu.timed_parser("attnres_step", __doc__, seconds=80, timeout=240)
     made.add_argument("--vpp", type=int, nargs="+", default=[2, 4])
     made.add_argument("--hidden", type=int, default=2048)
     made.add_argument("--blocks", type=int, default=8)
-    made.add_argument("--seconds", type=float, default=80, help="time to measure in, for each start")
     made.add_argument("--patience", type=float, default=40, help="seconds that a rank waits for another one")
-    made.add_argument("--name", default="attnres_step", help="name of the result file")
     options = made.parse_args()
     return _one_gpu.main(options.name, options, measure, figures)
 

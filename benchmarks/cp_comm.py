@@ -154,10 +154,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    made = _one_gpu.parser(__doc__, tp=(2,), timeout=300)
-    made.add_argument("--seconds", type=float, default=120, help="time to measure in, for each start")
-    made.add_argument("--name", default="cp_comm", help="name of the result file")
-    options = made.parse_args()
+    options = _one_gpu.timed_parser("cp_comm", __doc__, seconds=120, timeout=300).parse_args()
     return _one_gpu.main(options.name, options, measure, figures)
 
 

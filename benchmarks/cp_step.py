@@ -163,10 +163,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    made = _one_gpu.parser(__doc__, tp=(2,), timeout=240)
-    made.add_argument("--seconds", type=float, default=90, help="time to measure in, for each start")
-    made.add_argument("--name", default="cp_step", help="name of the result file")
-    options = made.parse_args()
+    options = _one_gpu.timed_parser("cp_step", __doc__, seconds=90, timeout=240).parse_args()
     return _one_gpu.main(options.name, options, measure, figures)
 
 

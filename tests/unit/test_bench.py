@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -124,6 +125,21 @@ class TestStatistics:
         assert len(taken["a"]) == 6
 
 
+def two_ranks() -> list[Callable[[Any], list[Any]]]:
+    """``gather`` of each of two ranks, which are threads."""
+    told: list[Any] = [None, None]
+    meet = threading.Barrier(2, timeout=30)
+
+    def gather(index: int, value: Any) -> list[Any]:
+        told[index] = value
+        meet.wait()
+        found = list(told)
+        meet.wait()
+        return found
+
+    return [functools.partial(gather, index) for index in range(2)]
+
+
 def test_an_arm_with_a_policy_stands_at_its_plan_after_one_without() -> None:
     ring = OverlapConfig("ring_exchange")
     policy = Policy((1,), ({"fc2_fprop": Choice(ring, "one stage for every T")},))
@@ -141,21 +157,13 @@ class TestTheEnd:
 
     @pytest.mark.parametrize("run", [interleaved, race.race])
     def test_ranks_whose_time_is_over_apart_from_each_other_stop_together(self, run: Any) -> None:
-        told: list[Any] = [None, None]
-        meet = threading.Barrier(2, timeout=30)
+        gathers = two_ranks()
 
         def rank(index: int) -> int:
-            def gather(value: Any) -> list[Any]:
-                told[index] = value
-                meet.wait()
-                found = list(told)
-                meet.wait()
-                return found
-
             clock = Clock()
             block = clock.block(lambda arm, steps: 1.0)
             until = (0.12, 0.3)[index]
-            return len(run(("a", "b"), block, gather, until, block_ms=10.0, between=int, clock=clock)["a"])
+            return len(run(("a", "b"), block, gathers[index], until, block_ms=10.0, between=int, clock=clock)["a"])
 
         with ThreadPoolExecutor(2) as pool:
             one, other = pool.map(rank, range(2))
@@ -222,18 +230,10 @@ class TestRace:
         arms = ("default", "b", "c", "d")
         times = dict.fromkeys(arms, 1.0) | {"d": 1.16}  # at the border of dropping out
         for seed in range(5):
-            told: list[Any] = [None, None]
-            meet = threading.Barrier(2, timeout=30)
+            gathers = two_ranks()
 
-            def rank(index: int, seed: int = seed, told: list[Any] = told, meet: threading.Barrier = meet) -> Any:
-                def gather(value: Any) -> list[Any]:
-                    told[index] = value
-                    meet.wait()
-                    found = list(told)
-                    meet.wait()
-                    return found
-
-                taken = race.race(arms, noisy(times, 0.03, 100 * seed + index), gather, 0.0, between=int)
+            def rank(index: int, seed: int = seed, gathers: Any = gathers) -> Any:
+                taken = race.race(arms, noisy(times, 0.03, 100 * seed + index), gathers[index], 0.0, between=int)
                 return race.pick(arms, taken), taken
 
             with ThreadPoolExecutor(2) as pool:

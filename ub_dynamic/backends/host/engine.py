@@ -61,7 +61,7 @@ class Engine:
         Raises the first error of an earlier operation, :class:`UBStateError` from a second thread in the
         middle of another operation, :class:`UBRankMismatchError` where the ranks disagree.
         """
-        return Operation(self, what, name if name in self._index and name is not None else _PLAIN, tokens)
+        return Operation(self, what, name if name and name in self._index else _PLAIN, tokens)
 
     def busy(self) -> str | None:
         """Why no shape may change now, or None."""
