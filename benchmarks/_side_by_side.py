@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs side by side on the GPUs of a machine, ends those that are late, keeps every log.
 
-One program a GPU at a time: kernels of TE's reduce-scatter spin on up to 32 of its 132 processors until those of the
-other ranks come, and two programs were seen to starve each other's until TE's own timeout (20 s) let them go on with
-wrong data. Ranks of one program always share one GPU; a machine with several works on several programs.
+One program with UserBuffers a GPU at a time: kernels of TE's reduce-scatter spin on up to 32 of its 132 processors until
+those of the other ranks come, and two such programs were seen to starve each other's until TE's own timeout (20 s) let
+them go on with wrong data. One without may run beside it. Ranks of one program always share one GPU; a machine with
+several works on several programs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ub_dynamic.testing.mps import CONTROL, Keeper
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_S = 15.0  # a part is not started with less time than this
-SLOTS = 1  # programs a GPU
+SLOTS = 3  # of a GPU; a program with UserBuffers takes two
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Part:
     """``command`` without the interpreter; ``{out}``, ``{limit}`` and what the options add are filled in.
 
     ``result``: the file that it writes into ``{out}``. ``ranks``: of one start. ``gpu``: the one that it prefers.
-    ``mps``: on the shared daemon. ``alone``: nothing beside it on its GPU. ``older_te``: in the environment of
-    another version. ``env``: added to its environment.
+    ``mps``: on the shared daemon. ``alone``: nothing beside it on its GPU. ``userbuffers``: it has some. ``older_te``:
+    in the environment of another version. ``env``: added to its environment.
     """
 
     name: str
@@ -45,12 +46,13 @@ class Part:
     gpu: int = 0
     mps: bool = True
     alone: bool = False
+    userbuffers: bool = True
     older_te: bool = False
     env: tuple[tuple[str, str], ...] = ()
 
     @property
     def slots(self) -> int:
-        return SLOTS if self.alone else 1
+        return SLOTS if self.alone else 1 + self.userbuffers
 
 
 @dataclass
