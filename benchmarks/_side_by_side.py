@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs side by side on the GPUs of a machine, ends those that are late, keeps every log.
 
-One program with UserBuffers a GPU at a time: kernels of TE's reduce-scatter spin on up to 32 of its 132 processors until
-those of the other ranks come, and two such programs were seen to starve each other's until TE's own timeout (20 s) let
-them go on with wrong data. One without may run beside it. Ranks of one program always share one GPU; a machine with
-several works on several programs.
+One program a GPU at a time. Kernels of TE's reduce-scatter spin on up to 32 of its 132 processors until those of the
+other ranks come, and two programs were seen to starve each other's until TE's own timeout (20 s) let them go on with
+wrong data; NCCL's kernels spin as well. And clients of one MPS daemon share their fate: a program that ends in the
+middle of its kernels ends in an illegal memory access for the one beside it. A machine with several GPUs works on
+several programs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ub_dynamic.testing.mps import CONTROL, Keeper
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_S = 15.0  # a part is not started with less time than this
-SLOTS = 3  # of a GPU; a program with UserBuffers takes two
+SLOTS = 1  # programs a GPU
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Part:
     """``command`` without the interpreter; ``{out}``, ``{limit}`` and what the options add are filled in.
 
     ``result``: the file that it writes into ``{out}``. ``ranks``: of one start. ``gpu``: the one that it prefers.
-    ``mps``: on the shared daemon. ``alone``: nothing beside it on its GPU. ``userbuffers``: it has some. ``older_te``:
-    in the environment of another version. ``env``: added to its environment.
+    ``mps``: on the shared daemon. ``alone``: nothing beside it on its GPU. ``older_te``: in the environment of
+    another version. ``env``: added to its environment.
     """
 
     name: str
@@ -46,13 +47,12 @@ class Part:
     gpu: int = 0
     mps: bool = True
     alone: bool = False
-    userbuffers: bool = True
     older_te: bool = False
     env: tuple[tuple[str, str], ...] = ()
 
     @property
     def slots(self) -> int:
-        return SLOTS if self.alone else 1 + self.userbuffers
+        return SLOTS if self.alone else 1
 
 
 @dataclass

@@ -42,12 +42,12 @@ def _older(tp: int) -> Part:
     return _benchmark("te_bits", tp, 150, *more, part=name, result=name, older_te=True)
 
 
-def _pytest(name: str, ranks: int, *files: str, gpu: int = 0, userbuffers: bool = True, **env: str) -> Part:
+def _pytest(name: str, ranks: int, *files: str, gpu: int = 0, **env: str) -> Part:
     flags = ("-s", "-v", "--tb=short", "-p", "no:cacheprovider", "--basetemp", "{out}/tmp")
     # Bits and memory have programs of their own here.
     leave = ("-k", "not bits_ and not take_no_memory and not again_and_again")
     settings = tuple({"UB_DYNAMIC_TEST_PATIENCE": "3", **env}.items())
-    return Part(name, ("-m", "pytest", *flags, *leave, *files), 320, ranks=ranks, gpu=gpu, userbuffers=userbuffers, env=settings)
+    return Part(name, ("-m", "pytest", *flags, *leave, *files), 320, ranks=ranks, gpu=gpu, env=settings)
 
 
 def _megatron(result: str, ranks: int, *more: str) -> Part:
@@ -68,19 +68,19 @@ PARTS: tuple[Part, ...] = (
     _benchmark("te_bits", 2, 320, gpu=1),
     _benchmark("te_stress", 4, 150),
     _benchmark("te_stress", 2, 120, gpu=1),
-    _benchmark("attnres_gpu", 4, 90, userbuffers=False),
+    _benchmark("attnres_gpu", 4, 90),
     _benchmark("te_memcheck", 2, 300, gpu=1, mps=False),
     _pytest("tests-tp4", 4, "tests/gpu/test_te.py", UB_DYNAMIC_TEST_TP="4"),
     _pytest("tests-tp2", 2, "tests/gpu/test_te.py", gpu=1, UB_DYNAMIC_TEST_TP="2"),
-    _benchmark("cp_te", 4, 120, userbuffers=False),
-    _benchmark("cp_te", 2, 100, gpu=1, userbuffers=False),
+    _benchmark("cp_te", 4, 120),
+    _benchmark("cp_te", 2, 100, gpu=1),
     _benchmark("te_graphs", 4, 90),
     _benchmark("te_graphs", 2, 90, gpu=1),
-    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels_gpu.py", gpu=1, userbuffers=False),
+    _pytest("tests-one", 1, "tests/gpu/test_packing_gpu.py", "tests/gpu/test_cp_kernels_gpu.py", gpu=1),
     _older(2),
     _older(4),
-    _benchmark("cp_hierarchical_gpu", 4, 100, result="cp_hierarchical", userbuffers=False),
-    _benchmark("cp_hierarchical_gpu", 2, 100, gpu=1, result="cp_hierarchical", userbuffers=False),
+    _benchmark("cp_hierarchical_gpu", 4, 100, result="cp_hierarchical"),
+    _benchmark("cp_hierarchical_gpu", 2, 100, gpu=1, result="cp_hierarchical"),
     # times, and memory of the whole device
     _megatron("megatron_tp2", 2),
     _megatron("megatron_tp2pp2", 4, "--pp", "2"),
