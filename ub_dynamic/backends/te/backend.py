@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
@@ -60,7 +61,13 @@ class TEBackend:
         self._registry = registry
         self._index = {name: index for index, name in enumerate(self.specs)}
         self._destroyed = False
-        self.guard = Guard(communicators, capacity, nvtx=self._nvtx, methods=plans.methods if plans else dict)
+        self.guard = Guard(
+            communicators,
+            capacity,
+            nvtx=self._nvtx,
+            methods=plans.methods if plans else dict,
+            make_gate=None if native is None or registry is None else functools.partial(native.Gate, registry),
+        )
         self.apply: Callable[[int], None] = self._make_apply()
         self.switch: Callable[[Any], None] = plans.switch if plans else lambda plan: None
 
