@@ -57,9 +57,9 @@ def _megatron(result: str, ranks: int, *more: str) -> Part:
 
 
 def _tp_step(hidden: int, tp: int, seconds: str) -> Part:
-    """The steps of te_step for another H."""
+    """The steps of te_step for another H. Its smallest T is one at which the GPU is the limit, not the host."""
     name = f"tp_step_h{hidden}"
-    more = ("--hidden", str(hidden), "--seconds", seconds, "--no-lengths", "--name", name)
+    more = ("--capacity", str(65536 if hidden < 4096 else 16384), "--hidden", str(hidden), "--seconds", seconds, "--no-lengths", "--name", name)
     return _benchmark("te_step", tp, 200, *more, part=name, result=name, alone=True, gpu=tp // 4)
 
 
@@ -204,7 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [part for part in chosen if not part.name.startswith("megatron")]
         print("left out: what needs megatron-core, which is not installed", flush=True)
     collector = Collector(out, options.archive, options.older_te)
-    runner = Runner(out, collector.take, {"{step}": f"{options.step:g}", "{small}": f"{options.small:g}"}, options.older_te)
+    words = {"{step}": f"{options.step:g}", "{small}": f"{options.small:g}"}
+    runner = Runner(out, collector.take, words, options.older_te)
     together = [part for part in chosen if not part.alone]
     daemons = shared_daemons(runner.gpus) if together else contextlib.nullcontext()
     with daemons:
