@@ -134,18 +134,6 @@ void destroy_shared() {
   Closer closer(create);
 }
 
-using Path = py::object (Gate::*)(const py::object &, const py::object &, const py::args &, const py::kwargs &);
-
-// A function that lets `gate` decide between `original` and `slow`; `method`: as an attribute of a class.
-template <Path path, bool method>
-py::object wrapped(const std::shared_ptr<Gate> &gate, const py::object &original, const py::object &slow) {
-  const py::cpp_function function([gate, original, slow](const py::args &args, const py::kwargs &kwargs) {
-    return (gate.get()->*path)(original, slow, args, kwargs);
-  });
-  if (!method) return function;
-  return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
-}
-
 }  // namespace
 }  // namespace ub_dynamic
 

@@ -20,8 +20,23 @@ namespace ub_dynamic {
 // Positions in generic_gemm; Transformer Engine passes the last four by keyword.
 enum Argument : Py_ssize_t { kA = 0, kTransA = 1, kB = 2, kComm = 16, kCommType = 17, kExtra = 18, kBulk = 19 };
 
+// What a wrapped function was called with, passed on untouched. `kwargs` may be null.
+struct Arguments {
+  PyObject *args, *kwargs;
+
+  // Borrowed; null if it was not given.
+  PyObject *get(Py_ssize_t position, PyObject *name) const {
+    if (position < PyTuple_GET_SIZE(args)) return PyTuple_GET_ITEM(args, position);
+    return kwargs == nullptr ? nullptr : PyDict_GetItemWithError(kwargs, name);
+  }
+};
+
 class Gate {
  public:
+  // The two functions that a call may take.
+  struct Way {
+    py::object original, slow;
+  };
   // `lent`, `enqueuing`, `runs`: the guard's own. `gather`, `scatter`: members of CommOverlapType.
   Gate(const Registry *registry, py::dict lent, py::dict enqueuing, py::dict runs, py::object gather, py::object scatter)
       : registry_(registry), lent_(std::move(lent)), enqueuing_(std::move(enqueuing)), runs_(std::move(runs)),
@@ -43,70 +58,59 @@ class Gate {
   }
 
   // generic_gemm(...) of Transformer Engine's extension.
-  py::object gemm(const py::object &original, const py::object &slow, const py::args &args, const py::kwargs &kwargs) {
-    PyObject *comm = argument(args, kComm, kwargs, names().comm);
+  PyObject *gemm(const Way &way, const Arguments &given) {
+    PyObject *comm = given.get(kComm, names().comm);
     if (comm == nullptr || comm == Py_None) {
       const bool looks = PyDict_GET_SIZE(lent_.ptr()) > 0;
-      return call(looks ? slow : original, args, kwargs);
+      return call(looks ? way.slow : way.original, given);
     }
     const auto use = find(comm);  // held: the call may take the guard away
-    const int kind = use == nullptr ? -1 : well(*use, comm, args, kwargs);
-    if (kind < 0) return call(uses_.empty() ? original : slow, args, kwargs);
+    const int kind = use == nullptr ? -1 : well(*use, comm, given);
+    if (kind < 0) return call(uses_.empty() ? way.original : way.slow, given);
     if (PyDict_GET_SIZE(lent_.ptr()) > 0 && PyDict_Contains(lent_.ptr(), use->name.ptr()) == 1) {
       PyDict_DelItem(lent_.ptr(), use->name.ptr());
     }
     const py::int_ thread(PyThread_get_thread_ident());
     const py::dict enqueuing = enqueuing_, runs = runs_;
     enqueuing[thread] = use->name;
-    struct Done {
-      const py::dict &under_way;
-      const py::int_ &thread;
-      ~Done() {
-        PyObject *type, *value, *trace;  // an exception of the call stays what it is
-        PyErr_Fetch(&type, &value, &trace);
-        if (PyDict_DelItem(under_way.ptr(), thread.ptr()) != 0) PyErr_Clear();
-        PyErr_Restore(type, value, trace);
-      }
-    };
-    py::object result;
-    {
-      Done done{enqueuing, thread};
-      result = call(original, args, kwargs);
-    }
-    count(runs, use->kinds[static_cast<size_t>(kind)]);
+    PyObject *result = call(way.original, given);
+    PyObject *type, *value, *trace;  // an exception of the call stays what it is
+    PyErr_Fetch(&type, &value, &trace);
+    if (PyDict_DelItem(enqueuing.ptr(), thread.ptr()) != 0) PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    if (result != nullptr) count(runs, use->kinds[static_cast<size_t>(kind)]);
     return result;
   }
 
   // copy_into_buffer(communicator, input, local_chunk=False)
-  py::object copy(const py::object &original, const py::object &slow, const py::args &args, const py::kwargs &kwargs) {
-    PyObject *comm = args.empty() ? nullptr : args[0].ptr();
+  PyObject *copy(const Way &way, const Arguments &given) {
+    PyObject *comm = given.get(0, names().self);
     const auto use = find(comm);
-    if (use == nullptr) return call(uses_.empty() ? original : slow, args, kwargs);
-    PyObject *input = argument(args, 1, kwargs, names().input);
-    const int local = truth(argument(args, 2, kwargs, names().local_chunk), 0);
+    if (use == nullptr) return call(uses_.empty() ? way.original : way.slow, given);
+    PyObject *input = given.get(1, names().input);
+    const int local = truth(given.get(2, names().local_chunk), 0);
     const Size size = input != nullptr && use->copies && local >= 0 ? size_of(input) : Size{};
-    return call(size.known && holds(*use, comm, size, local == 1) ? original : slow, args, kwargs);
+    return call(size.known && holds(*use, comm, size, local == 1) ? way.original : way.slow, given);
   }
 
   // get_buffer(communicator, local_chunk=False, shape=None)
-  py::object get_buffer(const py::object &original, const py::object &slow, const py::args &args,
-                        const py::kwargs &kwargs) {
-    PyObject *comm = args.empty() ? nullptr : args[0].ptr();
+  PyObject *get_buffer(const Way &way, const Arguments &given) {
+    PyObject *comm = given.get(0, names().self);
     const auto use = find(comm);
-    if (use == nullptr) return call(uses_.empty() ? original : slow, args, kwargs);
-    PyObject *shape = argument(args, 2, kwargs, names().shape);
-    const int local = truth(argument(args, 1, kwargs, names().local_chunk), 0);
-    const bool given = shape != nullptr && shape != Py_None;
+    if (use == nullptr) return call(uses_.empty() ? way.original : way.slow, given);
+    PyObject *shape = given.get(2, names().shape);
+    const int local = truth(given.get(1, names().local_chunk), 0);
+    const bool named = shape != nullptr && shape != Py_None;
     bool fits = use->copies && local >= 0;
-    if (fits && given) {
+    if (fits && named) {
       const Size size = size_in(shape);
       fits = size.known && holds(*use, comm, size, local == 1);
     }
-    if (!fits) return call(slow, args, kwargs);
-    const bool lends = local == 0 && (given || use->lends);
+    if (!fits) return call(way.slow, given);
+    const bool lends = local == 0 && (named || use->lends);
     const py::dict lent = lent_;
-    py::object view = call(original, args, kwargs);
-    if (lends) lent[use->name] = py::weakref(view);
+    PyObject *view = call(way.original, given);
+    if (view != nullptr && lends) lent[use->name] = py::weakref(view);
     return view;
   }
 
@@ -131,7 +135,7 @@ class Gate {
     static PyObject *make(const char *name) { return PyUnicode_InternFromString(name); }
     PyObject *a = make("A"), *b = make("B"), *trans_a = make("transA"), *comm = make("comm_overlap"),
              *comm_type = make("comm_type"), *extra = make("extra_output"), *bulk = make("bulk_overlap"),
-             *input = make("input"), *local_chunk = make("local_chunk"), *shape = make("shape");
+             *self = make("self"), *input = make("input"), *local_chunk = make("local_chunk"), *shape = make("shape");
   };
 
   static const Names &names() {
@@ -144,15 +148,9 @@ class Gate {
     return found == uses_.end() ? nullptr : found->second;
   }
 
-  static py::object call(const py::object &function, const py::args &args, const py::kwargs &kwargs) {
-    PyObject *result = PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr());
-    if (result == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(result);
-  }
-
-  static PyObject *argument(const py::args &args, Py_ssize_t position, const py::kwargs &kwargs, PyObject *name) {
-    if (position < PyTuple_GET_SIZE(args.ptr())) return PyTuple_GET_ITEM(args.ptr(), position);
-    return PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : PyDict_GetItemWithError(kwargs.ptr(), name);
+  static PyObject *call(const py::object &function, const Arguments &given) {
+    const py::object held = function;  // the call may take the guard away
+    return PyObject_Call(held.ptr(), given.args, given.kwargs);
   }
 
   // 0 or 1 for a bool, `absent` for no argument, -1 for anything else.
@@ -196,27 +194,27 @@ class Gate {
   }
 
   // Which kind of overlap it is, or -1 where Python has to look.
-  int well(const Use &use, PyObject *communicator, const py::args &args, const py::kwargs &kwargs) const {
-    PyObject *type = argument(args, kCommType, kwargs, names().comm_type);
-    const int bulk = truth(argument(args, kBulk, kwargs, names().bulk), 0);
+  int well(const Use &use, PyObject *communicator, const Arguments &given) const {
+    PyObject *type = given.get(kCommType, names().comm_type);
+    const int bulk = truth(given.get(kBulk, names().bulk), 0);
     if (bulk < 0 || (type != gather_.ptr() && type != scatter_.ptr())) return -1;
     const bool scatters = type == scatter_.ptr();
-    PyObject *b = argument(args, kB, kwargs, names().b);
+    PyObject *b = given.get(kB, names().b);
     const Size operand = b == nullptr ? Size{} : size_of(b);
     const size_t tokens = registry_->tokens(use.index, communicator);
     if (!operand.known || tokens == 0 || operand.rows != tokens) return -1;
-    if (scatters && bulk == 0 && !scatter_fits(use, args, kwargs, tokens)) return -1;
+    if (scatters && bulk == 0 && !scatter_fits(use, given, tokens)) return -1;
     return 2 * bulk + static_cast<int>(scatters);
   }
 
-  static bool scatter_fits(const Use &use, const py::args &args, const py::kwargs &kwargs, size_t tokens) {
+  static bool scatter_fits(const Use &use, const Arguments &given, size_t tokens) {
     if (!use.splits) return false;
-    PyObject *a = argument(args, kA, kwargs, names().a);
-    const int transposed = truth(argument(args, kTransA, kwargs, names().trans_a), -1);
+    PyObject *a = given.get(kA, names().a);
+    const int transposed = truth(given.get(kTransA, names().trans_a), -1);
     if (a == nullptr || transposed < 0) return false;
     const Size weight = size_of(a);
     if (!weight.known || (transposed == 1 ? weight.rows : weight.columns) != use.hidden) return false;
-    PyObject *extra = argument(args, kExtra, kwargs, names().extra);
+    PyObject *extra = given.get(kExtra, names().extra);
     if (extra == nullptr || extra == Py_None) return true;
     const Size output = size_of(extra);
     return output.known && output.rows * output.columns * use.tp == tokens * use.hidden;
@@ -232,5 +230,35 @@ class Gate {
   py::object gather_, scatter_;
   std::unordered_map<PyObject *, std::shared_ptr<const Use>> uses_;
 };
+
+// A function of Python that lets a gate decide which of two functions a call takes. It gets the arguments as the
+// interpreter has them, since pybind11 would copy them first.
+template <PyObject *(Gate::*path)(const Gate::Way &, const Arguments &), bool method>
+py::object wrapped(const std::shared_ptr<Gate> &gate, py::object original, py::object slow) {
+  struct Self {
+    std::shared_ptr<Gate> gate;
+    Gate::Way way;
+  };
+  static PyMethodDef definition = {
+      "ub_dynamic_gate",
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(
+          +[](PyObject *capsule, PyObject *args, PyObject *kwargs) -> PyObject * {
+            auto *self = static_cast<Self *>(PyCapsule_GetPointer(capsule, nullptr));
+            try {
+              return (self->gate.get()->*path)(self->way, {args, kwargs});
+            } catch (py::error_already_set &error) {
+              error.restore();
+            } catch (const std::exception &error) {
+              PyErr_SetString(PyExc_RuntimeError, error.what());
+            }
+            return nullptr;
+          })),
+      METH_VARARGS | METH_KEYWORDS, nullptr};
+  const py::capsule self(new Self{gate, {std::move(original), std::move(slow)}},
+                         [](void *pointer) { delete static_cast<Self *>(pointer); });
+  auto function = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
+  if (!method) return function;
+  return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+}
 
 }  // namespace ub_dynamic
