@@ -26,9 +26,12 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Problem:
-    """A packed batch and this rank's rows of random q, k, v and dout, the same packed tensors on every rank."""
+    """A packed batch and this rank's rows of random q, k, v and dout, the same packed tensors on every rank. ``real``
+    and ``padding``: which of its rows hold tokens, and which do not."""
 
     batch: PackedBatch
+    real: torch.Tensor
+    padding: torch.Tensor
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -46,7 +49,9 @@ class Problem:
             return whole.to(torch.bfloat16)[rows]
 
         q, k, v, dout = tensor(heads), tensor(groups), tensor(groups), tensor(heads)
-        return cls(batch, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+        tokens = Partition.zigzag().real_rows(batch, rank)
+        real, padding = (mask.nonzero().flatten().to(device) for mask in (tokens, ~tokens))
+        return cls(batch, real, padding, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
     def step(self, attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         """Forward and backward; out, dq, dk, dv."""
@@ -54,6 +59,11 @@ class Problem:
         out = attention(self.q, self.k, self.v).view_as(self.dout)
         out.backward(self.dout)
         return [out.detach(), *(x.grad for x in (self.q, self.k, self.v) if x.grad is not None)]
+
+    def defined(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a step returned without out's rows of padding. TE's ring weighs them by softmax statistics that no
+        kernel has written, so they may be anything; gradients of padding are 0 in TE too."""
+        return [tensors[0].index_select(0, self.real), *tensors[1:]]
 
 
 def groups_of(comm_type: str, inner: int) -> Any:

@@ -59,7 +59,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
         problem = Problem.make(lengths, world.size, world.rank, world.device, HEADS, GROUPS)
         plan = choose_cp_comm(CPProblem(problem.batch, HEADS, GROUPS, HEAD_SIZE), links=links)
         ways = {str(one): way(one, problem, known) for one, _ in plan.ranking}
-        errors = against_the_first(ways)
+        errors = against_the_first(problem, ways)
         until = time.monotonic() + (end - time.monotonic()) / (len(LENGTHS) - index)
         taken = interleaved(tuple(ways), lambda name, steps: timed(lambda _: ways[name](), steps), world.gather, until)  # noqa: B023
         times = {name: statistics.median(each) for name, each in taken.items()}
@@ -126,12 +126,12 @@ def way(candidate: Candidate, problem: Problem, known: dict[tuple[str, int], Any
     return lambda: problem.step(lambda q, k, v: own(q, k, v, problem.batch))
 
 
-def against_the_first(ways: Mapping[str, Way]) -> dict[str, dict[str, float]]:
+def against_the_first(problem: Problem, ways: Mapping[str, Way]) -> dict[str, dict[str, float]]:
     """Errors of each way's out and gradients against the first one's."""
     wanted: list[torch.Tensor] | None = None
     found = {}
     for name, one in ways.items():
-        got = one()
+        got = problem.defined(one())
         wanted = got if wanted is None else wanted
         found[name] = {
             "rel_error": relative_error(got, wanted),

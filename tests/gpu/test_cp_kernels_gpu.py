@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,9 +57,14 @@ def test_sections_of_a_ring_against_the_reference(name: str, lengths: tuple[int,
         wider = wanted_lse + math.log(2)
         got = kernel.bwd(dout, q, k, v, wanted.to(torch.bfloat16), wider.float(), part, scale)
         grads = reference.bwd(exact[3], *exact[:3], wanted.to(torch.bfloat16).double(), wider, part, scale)
-        for a, b in zip(got, grads, strict=True):
+        # Rows outside must be exactly 0. A query that sees one key has the gradient 0 too, but as a difference of two
+        # sums, which flash attention rounds differently: there only the tolerance counts.
+        q_rows, k_rows = part.host.q.rows(), part.host.k.rows()
+        for a, b, inside in zip(got, grads, (q_rows, k_rows, k_rows), strict=True):
             torch.testing.assert_close(a.double(), b, atol=TOLERANCE, rtol=TOLERANCE)
-            assert not a[(b == 0).flatten(1).all(1)].any()
+            outside = torch.ones(a.shape[0], dtype=torch.bool).index_fill_(0, inside, False)
+            assert not a[outside.cuda()].any()
+            assert not b[outside.cuda()].any()
 
 
 @pytest.mark.parametrize("name", [*KERNELS, "reference"])
@@ -69,7 +75,7 @@ def test_without_other_ranks(name: str, causal: bool) -> None:
     dout = random(batch.total_tokens, HEADS, 5)
     results = []
     for kernel, dtype in ((name, torch.bfloat16), ("reference", torch.float64)):
-        local = [x.to(dtype).requires_grad_() for x in whole]
+        local = [x.detach().to(dtype).requires_grad_() for x in whole]  # leaves, also where the type stays
         out = HierarchicalTHDAttention(None, None, kernel=kernel)(*local, batch, causal=causal)
         out.backward(dout.to(dtype))
         results.append([out.detach(), *(x.grad for x in local)])
@@ -92,16 +98,34 @@ def test_merge_in_one_launch(dtype: torch.dtype, shape: tuple[int, ...]) -> None
         outs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
         logs = [torch.randn(rows, heads, device="cuda") for _ in range(count)]
         sums = (torch.randn(shape, device="cuda"), torch.randn(rows, heads, device="cuda")) if before else None
-        wanted, wanted_lse = merge_torch(list(zip(outs, logs, masks, strict=True)), sums, torch.float32)
+        wanted, terms, wanted_lse = _merged_in_float64(outs, logs, masks, sums)
         for out, log, mask in zip(outs, logs, masks, strict=True):
             out[mask == 0] = math.nan  # what no mask names is not read
             log[mask == 0] = math.nan
         got, got_lse = merge(list(zip(outs, logs, masks, strict=True)), sums, dtype)
         assert got.dtype == dtype
-        torch.testing.assert_close(
-            got.float(), wanted, atol=2 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps
-        )
-        torch.testing.assert_close(got_lse, wanted_lse)
+        # A sum in float32 is exact relative to its terms, not to what is left where they cancel; then it is rounded.
+        rounded = torch.finfo(dtype).eps * wanted.abs().clamp_min(torch.finfo(dtype).tiny)
+        allowed = 8 * torch.finfo(torch.float32).eps * terms + rounded
+        assert ((got.double() - wanted).abs() <= allowed).all()
+        torch.testing.assert_close(got_lse, wanted_lse.float())
+
+
+def _merged_in_float64(
+    outs: list[torch.Tensor],
+    logs: list[torch.Tensor],
+    masks: torch.Tensor,
+    sums: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The merged out, the same of the outs' absolute values, and lse, by the formula of the module's docstring."""
+
+    def merge(change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [(change(out.double()), log.double(), mask) for out, log, mask in zip(outs, logs, masks, strict=True)]
+        before = None if sums is None else (change(sums[0].double()), sums[1].double())
+        return merge_torch(parts, before, torch.float64)
+
+    (wanted, lse), (terms, _) = merge(torch.clone), merge(torch.abs)
+    return wanted, terms, lse
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 24, 1024])
@@ -150,8 +174,9 @@ def test_nothing_waits_for_the_device_and_a_graph_can_be_captured() -> None:
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
 
     other = PackedBatch.from_lengths([829], align=8)
+    inputs = [random(other.total_tokens, count, 0) for count in (HEADS, GROUPS, GROUPS)]  # no generators in a capture
     with (
         pytest.raises(UBStateError, match="run the batch once before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        module(*(random(other.total_tokens, count, 0) for count in (HEADS, GROUPS, GROUPS)), other)
+        module(*inputs, other)

@@ -71,4 +71,5 @@ def test_captured_graphs(te: dict[str, Any]) -> None:
 def test_hierarchical_attention_is_that_of_te(hierarchical: dict[str, Any]) -> None:
     figures = hierarchical["figures"]
     assert (figures["outside_tolerance"], figures["not_finite"], figures["host_waits"]) == (0, 0, 0)
+    assert figures["padding_not_zero"] == 0
     assert figures["max_rel_error"] < 0.02

@@ -80,7 +80,7 @@ def _section(cu_q, cu_k, offsets_q, offsets_k, max_q, max_k, mask) -> DeviceSect
 
 
 @_kernel
-def fused_attn_fwd(is_training, max_q, max_k, cu_q, cu_k, q, k, v, **options):  # type: ignore[no-untyped-def]
+def fused_attn_fwd(is_training, max_q, max_k, cu_q, cu_k, q, k, v, *_, **options):  # type: ignore[no-untyped-def]
     part = _section(
         cu_q,
         cu_k,
@@ -147,7 +147,7 @@ def thd_read_second_half_lse(lse, cu_seqlens, packed, length):  # type: ignore[n
 @_kernel
 def thd_second_half_lse_correction(lse, step, cu_seqlens, packed):  # type: ignore[no-untyped-def]
     rows = _half_rows(cu_seqlens, 1)
-    lse[:, rows] = torch.logaddexp(lse[:, rows], step)
+    lse[:, rows] = torch.logaddexp(lse[:, rows], step.to(lse.dtype))
 
 
 @_kernel
@@ -156,7 +156,7 @@ def thd_out_correction(out, step, old_lse, lse, step_lse, cu_seqlens, second_hal
     new = lse[:, rows]
     old_scale = torch.exp(old_lse[:, rows] - new).nan_to_num(0.0).t().unsqueeze(-1)
     scale = torch.exp(step_lse - new).nan_to_num(0.0).t().unsqueeze(-1)
-    out[rows] = out[rows] * old_scale + step * scale
+    out[rows] = (out[rows] * old_scale + step * scale).to(out.dtype)
 
 
 @_kernel

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +15,17 @@ import pytest
 
 pytest.importorskip("transformer_engine")
 import torch
+import torch.distributed as dist
 import transformer_engine
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel
+from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from ub_dynamic.cp import install_pad_resolver, te_backward_patches, te_capabilities, te_patches
-from ub_dynamic.cp.pad_hooks import _takes_flag
-from ub_dynamic.errors import UBStateError
+from ub_dynamic.cp import install_pad_resolver, packed, te_backward_patches, te_capabilities, te_patches
+from ub_dynamic.cp.pad_hooks import _decides_flag
+from ub_dynamic.errors import UBShapeError, UBStateError, UBUnsupportedError
+from ub_dynamic.packing import PackedBatch
 
 pytestmark = pytest.mark.te
 RING = context_parallel.AttnFuncWithCPAndKVP2P
@@ -107,7 +113,7 @@ def test_capabilities_of_the_installed_version() -> None:
 def test_te_modules_take_the_flag_and_get_their_forward_back(name: str) -> None:
     target = getattr(te, name)
     before = vars(target)["forward"]
-    assert _takes_flag(before)
+    assert _decides_flag(before)
     with install_pad_resolver(target) as handle:
         assert handle.installed == (name,)
         assert vars(target)["forward"] is not before
@@ -115,14 +121,84 @@ def test_te_modules_take_the_flag_and_get_their_forward_back(name: str) -> None:
     assert vars(target)["forward"] is before
 
 
-def test_hooks_on_a_module_of_te() -> None:
-    module = te.DotProductAttention.__new__(te.DotProductAttention)  # its own constructor wants a GPU
-    torch.nn.Module.__init__(module)
-    before = dict(module._forward_pre_hooks)
-    with install_pad_resolver(module) as handle:
-        assert handle.installed == ("DotProductAttention",)
-        assert len(module._forward_pre_hooks) == len(before) + 1
-    assert dict(module._forward_pre_hooks) == before
+def test_hooks_go_on_attention_modules_and_not_on_the_backends_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # constructors only ask
+    model = torch.nn.ModuleDict({"attention": te.MultiheadAttention(64, 4, device="cpu")})
+    before = [dict(module._forward_pre_hooks) for module in model.modules()]
+    with install_pad_resolver(model) as handle:
+        assert handle.installed == ("attention", "attention.core_attention")
+        added = [len(module._forward_pre_hooks) for module in model.modules()]
+        assert sum(added) == sum(map(len, before)) + 2
+    assert [dict(module._forward_pre_hooks) for module in model.modules()] == before
+    for target in (backends.FusedAttention, model["attention"].core_attention.fused_attention):
+        with pytest.raises(UBUnsupportedError, match="decide"):
+            install_pad_resolver(target)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _attention(monkeypatch: pytest.MonkeyPatch) -> tuple[te.DotProductAttention, list[bool | None]]:
+    """TE's module down to its backend, which only notes the flag that it is given."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(te.DotProductAttention, "prepare_forward", lambda self, inp, *_, **__: inp)
+    monkeypatch.setattr(dpa_utils, "get_attention_backend", lambda _: (False, None, True, 0, False, None))
+    flags: list[bool | None] = []
+
+    def backend(self: Any, query: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
+        flags.append(kwargs["pad_between_seqs"])
+        return query
+
+    monkeypatch.setattr(backends.FusedAttention, "forward", functools.wraps(backends.FusedAttention.forward)(backend))
+    module = te.DotProductAttention(4, 64, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return module, flags
+
+
+def _call(module: te.DotProductAttention, batch: PackedBatch, rows: int) -> None:
+    kwargs = batch.dpa_kwargs("cpu")
+    kwargs["cu_seqlens_q_padded"] = kwargs["cu_seqlens_kv_padded"] = kwargs["cu_seqlens_q_padded"].clone()
+    q, k, v = torch.zeros(3, rows, 4, 64, dtype=torch.bfloat16).unbind()
+    with packed(batch):
+        module(q, k, v, **{**kwargs, "pad_between_seqs": None})
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize("comm_type", [None, "p2p", "a2a", "all_gather", "a2a+p2p"])
+@pytest.mark.parametrize("group_first", [True, False])
+@pytest.mark.parametrize("lengths", [(64, 128), (64, 100)], ids=["full", "padded"])
+def test_a_call_of_te_has_the_rows_of_its_group(
+    monkeypatch: pytest.MonkeyPatch, comm_type: str | None, group_first: bool, lengths: tuple[int, ...]
+) -> None:
+    """Rows are local, boundaries those of all ranks; the group counts as it is at the call, by TE's own attribute."""
+    module, flags = _attention(monkeypatch)
+    group = None if comm_type is None else dist.group.WORLD
+    if comm_type == "a2a+p2p":
+        group = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+
+    def set_group() -> None:
+        if group is not None:
+            module.set_context_parallel_group(group, [0, 1, 2, 3], None, comm_type)
+
+    if group_first:
+        set_group()
+    batch = PackedBatch.from_lengths(lengths, cp=1 if group is None else 4, align=8)
+    with install_pad_resolver(module):
+        if group is not None and not group_first:
+            with pytest.raises(UBShapeError, match="set_context_parallel_group"):
+                _call(module, batch, batch.local_tokens)
+        set_group()
+        _call(module, batch, batch.local_tokens)
+        with pytest.raises(UBShapeError, match="packed rows over all context-parallel ranks"):
+            _call(module, batch, batch.local_tokens + 8)
+        with pytest.raises(UBShapeError, match="fewer than the last padded boundary"):
+            _call(module, batch, batch.local_tokens - 8)
+    assert flags == [batch.has_padding]
 
 
 def test_importing_the_package_does_not_import_te() -> None:

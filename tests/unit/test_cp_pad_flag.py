@@ -295,9 +295,9 @@ def test_a_subclass_with_its_own_forward_needs_the_class() -> None:
 
 
 def test_modules_without_the_flag_are_refused() -> None:
-    with pytest.raises(UBUnsupportedError, match="no module in Linear takes pad_between_seqs"):
+    with pytest.raises(UBUnsupportedError, match="no module in Linear decides pad_between_seqs"):
         install_pad_resolver(torch.nn.Linear(2, 2))
-    with pytest.raises(UBUnsupportedError, match=r"Linear\.forward does not take"):
+    with pytest.raises(UBUnsupportedError, match=r"Linear\.forward does not decide"):
         install_pad_resolver(torch.nn.Linear)
 
 

@@ -59,6 +59,7 @@ def test_figures_of_hierarchical_attention(load: Any) -> None:
         "max_rel_error": 0.01,
         "outside": 0,
         "not_finite": 0,
+        "padding": 0,
         "host_waits": 0,
     }
     made = program.figures(
@@ -66,11 +67,12 @@ def test_figures_of_hierarchical_attention(load: Any) -> None:
             {**row, "over_te": 0.9},
             {**row, "over_te": 1.04},
             {**row, "over_te": 3.0, "kernel": "torch", "max_rel_error": 0.02, "outside": 5},
-            {**row, "over_te": 1.2, "comm_type": "p2p"},
+            {**row, "over_te": 1.2, "comm_type": "p2p", "padding": 2},
         ]
     )
     assert (made["kernel_time_over_te"], made["kernel_time_over_te_median"]) == (1.04, 0.97)
     assert (made["max_rel_error"], made["outside_tolerance"], made["kernel_time_over_te_p2p"]) == (0.02, 5, 1.2)
+    assert made["padding_not_zero"] == 2
     assert "kernel_time_over_te_a2a" not in made
 
 

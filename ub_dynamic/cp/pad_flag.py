@@ -143,7 +143,8 @@ def check_tail(end: int, rows: int | None) -> None:
             f"PackedBatch does"
         )
     raise UBShapeError(
-        f"{rows} packed rows over all context-parallel ranks, fewer than the last padded boundary, {end}"
+        f"{rows} packed rows over all context-parallel ranks, fewer than the last padded boundary, {end}; where rows "
+        f"are split among ranks, set_context_parallel_group must have come before the call"
     )
 
 

@@ -40,24 +40,28 @@ def install_pad_resolver(target: torch.nn.Module | type[torch.nn.Module], policy
     """Fill in ``pad_between_seqs`` wherever it is left None in calls of TE's attention.
 
     ``target``: a module, in which every ``te.DotProductAttention`` and ``te.MultiheadAttention`` gets a forward
-    pre-hook; or one of these classes, whose ``forward`` is wrapped, for instances and subclasses that call it (as
-    Megatron's do). ``MultiheadAttention`` needs it too: its rotary embedding takes padded boundaries only where the
-    flag is True, and None counts as False. Raises :class:`UBUnsupportedError` where nothing takes the flag.
+    pre-hook (not the backends inside, which are told the flag); or one of these classes, whose ``forward`` is wrapped,
+    for instances and subclasses that call it (as Megatron's do). ``MultiheadAttention`` needs it too: its rotary
+    embedding takes padded boundaries only where the flag is True, and None counts as False. Where a batch is known,
+    T is checked against the module's context-parallel group as it is at the call. Raises :class:`UBUnsupportedError`
+    where nothing decides the flag.
     """
     resolver = PadResolver(policy)
     if isinstance(target, type):
         return PadHandle(resolver, (target.__name__,), [_wrap(target, resolver)])
     found: dict[str, torch.nn.Module] = {}
     for name, module in target.named_modules():
-        if _takes_flag(type(module).forward):
+        if _decides_flag(type(module).forward):
             found[name or type(module).__name__] = module
-        elif parent := next((base for base in type(module).__mro__ if _takes_flag(base.__dict__.get("forward"))), None):
+            continue
+        parent = next((base for base in type(module).__mro__ if _decides_flag(base.__dict__.get("forward"))), None)
+        if parent is not None:
             raise UBUnsupportedError(
                 f"{type(module).__name__} {name!r} overrides {parent.__name__}.forward without {_FLAG}, so a hook "
                 f"on it would not see the call: install_pad_resolver({parent.__name__}) does"
             )
     if not found:
-        raise UBUnsupportedError(f"no module in {type(target).__name__} takes {_FLAG}: TE's attention modules do")
+        raise UBUnsupportedError(f"no module in {type(target).__name__} decides {_FLAG}: TE's attention modules do")
     hooks = [
         module.register_forward_pre_hook(_pre_hook(module, resolver), with_kwargs=True) for module in found.values()
     ]
@@ -66,8 +70,8 @@ def install_pad_resolver(target: torch.nn.Module | type[torch.nn.Module], policy
 
 def _wrap(target: type[torch.nn.Module], resolver: PadResolver) -> Callable[[], None]:
     original = target.__dict__.get("forward")
-    if original is None or not _takes_flag(original):
-        raise UBUnsupportedError(f"{target.__name__}.forward does not take {_FLAG}: TE's attention modules do")
+    if original is None or not _decides_flag(original):
+        raise UBUnsupportedError(f"{target.__name__}.forward does not decide {_FLAG}: TE's attention modules do")
     fill = _Filler(original, resolver)
 
     @functools.wraps(original)
@@ -116,7 +120,7 @@ class _Filler:
             (q, kv, q_padded, kv_padded),
             explicit=given(_FLAG),
             qkv_format=given("qkv_format") or getattr(module, "qkv_format", "thd"),
-            rows=_packed_rows(module, given("query_layer")),
+            rows=_packed_rows(module, given("query_layer") if given("qkv_layer") is None else given("qkv_layer")),
         )
         place = self._places[_FLAG]
         if place < len(args):
@@ -137,5 +141,9 @@ def _packed_rows(module: torch.nn.Module, query: Any) -> int | None:
     return rows
 
 
-def _takes_flag(forward: Any) -> bool:
-    return callable(forward) and {_FLAG, *_BOUNDARIES} <= set(inspect.signature(forward).parameters)
+def _decides_flag(forward: Any) -> bool:
+    """Whether None may reach ``forward`` as the flag. TE's backends are told it by their caller, and their group."""
+    if not callable(forward):
+        return False
+    names = set(inspect.signature(forward).parameters)
+    return {_FLAG, *_BOUNDARIES} <= names and "cp_group" not in names
