@@ -32,9 +32,9 @@ class TestOverlapConfig:
             ("ring", {}, "unknown overlap method 'ring'; methods are none, bulk, pipeline, ring_exchange"),
             ("none", {"num_sm": 4}, "method 'none' has no setting num_sm; it has no settings"),
             ("bulk", {"num_splits": 4}, "method 'bulk' has no setting num_splits; it has num_sm"),
-            ("pipeline", {"num_sm": 0}, "num_sm = 0 of method 'pipeline' must be at least 1"),
-            ("pipeline", {"num_splits": True}, "num_splits = True of method 'pipeline' must be int"),
-            ("ring_exchange", {"aggregate": 1}, "aggregate = 1 of method 'ring_exchange' must be bool"),
+            ("bulk", {"num_sm": 0}, "num_sm = 0 of method 'bulk' must be at least 1; the next valid value is 1"),
+            ("pipeline", {"num_sm": True}, "num_sm = True of method 'pipeline' must be int, as in num_sm=4"),
+            ("ring_exchange", {"aggregate": 1}, "aggregate = 1 of method 'ring_exchange' must be bool: True or False"),
         ],
     )
     def test_what_a_method_does_not_have(self, method: str, settings: dict[str, object], words: str) -> None:
