@@ -28,6 +28,7 @@ from .measuring import (
     Tokens,
     Watched,
     check_backend,
+    checked,
     gemm_names,
     names,
     sizes,
@@ -114,8 +115,6 @@ def tp_step(
     """
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
     found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks, options["hidden"])
-    if found[-1] > options["capacity"]:
-        raise typer.BadParameter(f"{found[-1]} is above the capacity of {options['capacity']}", param_hint="--tokens")
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
     _measure("tp-step", options, backend, ranks, seconds, json)
 
@@ -210,6 +209,7 @@ def _measure(
     name: str, options: Mapping[str, Any], backend: str, ranks: int, seconds: float, json: Path | None
 ) -> None:
     chosen = check_backend(backend)
+    checked(f"bench {name}", name, options, chosen, ranks)
     watched = Watched(f"bench {name}")
     ended = watched.run(name, options, chosen, ranks, seconds)
     figures = {**BENCHES[name].figures(ended.rows), **({"failed_starts": 1} if ended.status else {})}

@@ -10,12 +10,23 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ..bench.operations import check_sizes
 from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
 from ..errors import UBDynamicError
 from ..tuning_table import TuningRow
-from .measuring import Backend, Ffn, Hidden, Tokens, Watched, check_backend, gemm_names, sizes, token_range
+from .measuring import (
+    Backend,
+    Ffn,
+    Hidden,
+    Tokens,
+    Watched,
+    check_backend,
+    checked,
+    gemm_names,
+    refuse,
+    sizes,
+    token_range,
+)
 from .pictures import PictureFile
 
 
@@ -43,16 +54,6 @@ def tune(
     chosen = check_backend(backend)
     size, between = sizes(chosen, hidden, ffn)
     first, last = token_range(tokens, chosen)
-    try:
-        check_sizes(size, between, tp)
-        dtype = "bfloat16" if chosen == "te" else "float32"
-        growing = GrowingTable(out, header(tp, size, between, dtype, mode_of(chosen, tp)), restart)
-    except UBDynamicError as error:
-        typer.echo(f"tune: {error}", err=True)
-        raise typer.Exit(2) from error
-    watched = Watched("tune", on_row=growing.take)
-    if growing.done:
-        watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
     options = {
         "hidden": size,
         "ffn": between,
@@ -60,9 +61,17 @@ def tune(
         "last": last,
         "gemms": gemm_names(gemms),
         "seconds": seconds,
-        "done": growing.done,
     }
-    ended = watched.run("tune", options, chosen, tp, seconds)
+    checked("tune", "tune", options, chosen, tp)
+    try:
+        dtype = "bfloat16" if chosen == "te" else "float32"
+        growing = GrowingTable(out, header(tp, size, between, dtype, mode_of(chosen, tp)), restart)
+    except UBDynamicError as error:
+        refuse("tune", error)
+    watched = Watched("tune", on_row=growing.take)
+    if growing.done:
+        watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
+    ended = watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
