@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
@@ -28,6 +26,7 @@ from .measuring import (
     token_range,
 )
 from .pictures import PictureFile
+from .tables import show_table
 
 
 def tune(
@@ -85,25 +84,14 @@ def tune(
 
 
 def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column in ("GEMM", "T", "chosen", "us", "over default", "over GEMM alone", "why"):
-        left = column in ("GEMM", "chosen", "why")
-        justify: Any = "left" if left else "right"
-        table.add_column(
-            column, justify=justify, overflow="ellipsis" if column == "why" else "fold", no_wrap=column == "why"
-        )
+    columns = ("GEMM", "T", "chosen", "us", "over default", "over GEMM alone", "why")
+    cells = []
     for row in rows:
         mine, default = chosen_us(row), default_us(row)
-        table.add_row(
-            row.gemm,
-            str(row.tokens),
-            str(row.chosen),
-            _number(mine, "{:.1f}"),
-            _number(mine / default if mine and default else None, "{:.3f}"),
-            _number(mine / row.gemm_us if mine and row.gemm_us else None, "{:.3f}"),
-            row.reason,
-        )
-    watched.console.print(table)
+        over = _number(mine / default if mine and default else None, "{:.3f}")
+        limit = _number(mine / row.gemm_us if mine and row.gemm_us else None, "{:.3f}")
+        cells.append((row.gemm, str(row.tokens), str(row.chosen), _number(mine, "{:.1f}"), over, limit, row.reason))
+    show_table(watched.console, columns, cells, left=("GEMM", "chosen"), shrinks="why")
 
 
 def _number(value: float | None, form: str) -> str:
