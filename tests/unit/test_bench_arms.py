@@ -13,14 +13,15 @@ from bench_fakes import FakeWorld
 from fake_backend import FakeBackend
 
 from ub_dynamic.bench import lengths, op, start, tp_step
+from ub_dynamic.bench.arms import GUARDED, said, use_arm
 from ub_dynamic.bench.operations import GEMMS
 from ub_dynamic.bench.peers import PEERS
 from ub_dynamic.bench.report import Report
-from ub_dynamic.bench.te_steps import choose
 from ub_dynamic.bench.workloads import DISTRIBUTIONS, LogNormal, microbatches
-from ub_dynamic.bench.worlds import refusal, shares_gpu
+from ub_dynamic.bench.worlds import refusal
 from ub_dynamic.errors import UBShapeError, UBUnsupportedError
 from ub_dynamic.manager import Manager
+from ub_dynamic.modes import shares_gpu
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice, Policy
 
@@ -31,10 +32,21 @@ def test_an_arm_with_a_policy_stands_at_its_plan_after_one_without() -> None:
     backend = FakeBackend()
     manager = Manager(backend, (128, 64), check="never", policy=policy)
     for _ in range(2):
-        choose(manager, None)
-        assert backend.calls[-1] == {}
-        choose(manager, policy)
-        assert backend.calls[-1] == {"fc2_fprop": ring}
+        for arm in ("dynamic", "pad", "unguarded", "auto"):
+            use_arm(manager, arm, policy)
+            assert backend.calls[-1] == {} and backend.followed[-1] is False and manager.policy is None
+            assert manager.auto is (arm == "auto") and (backend.on_operand is not None) is (arm in GUARDED)
+        use_arm(manager, "policy", policy)
+        assert backend.calls[-1] == {"fc2_fprop": ring} and backend.followed[-1] is True
+        assert not manager.auto and backend.on_operand is not None
+
+
+def test_a_row_says_what_a_policy_chose_for_its_layers() -> None:
+    ring = OverlapConfig("ring_exchange")
+    bulk = Choice(OverlapConfig("bulk"), "")
+    choices = {"fc2_fprop": Choice(ring, ""), "fc1_dgrad": bulk, "qkv_fprop": Choice(ring, "")}
+    assert said(choices, ("fc1", "fc2")) == {"policy": "fc2_fprop ring_exchange, fc1_dgrad bulk"}
+    assert said({}, ("fc1",), ("a", "b")) == {"policy": "as configured", "policy_otherwise": "a; b"}
 
 
 class TestRefusals:

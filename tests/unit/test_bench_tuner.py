@@ -21,6 +21,12 @@ from ub_dynamic.tuning_table import TuningTable, these_versions, this_machine
 
 
 class TestSizes:
+    def test_the_sizes_of_one_rank(self) -> None:
+        assert GEMMS["fc1_dgrad"].local_features(8, 24, 2) == (8, 12)
+        assert GEMMS["fc2_fprop"].local_features(8, 24, 2) == (12, 8)
+        assert GEMMS["qkv_fprop"].local_rows(64, 4) == (16, 64)
+        assert GEMMS["proj_dgrad"].local_rows(64, 4) == (64, 16)
+
     def test_buckets_are_powers_of_two_and_both_ends(self) -> None:
         assert buckets(512, 16384, 2) == (512, 1024, 2048, 4096, 8192, 16384)
         assert buckets(600, 3000, 4) == (600, 1024, 2048, 3000)

@@ -14,6 +14,7 @@ from ...errors import UBUnsupportedError
 from ...groups import Group
 from ...overlap import OverlapConfig
 from ...shapes import CommSpec, Shape
+from ..names import AUTO_EXCLUDES_POLICY
 from ..protocol import OnOperand
 from .communicators import Communicator
 from .guard import Guard
@@ -29,6 +30,7 @@ class TEBackend:
     """
 
     name = "te"
+    auto_excludes_policy: str | None = AUTO_EXCLUDES_POLICY
 
     def __init__(
         self,
@@ -92,6 +94,10 @@ class TEBackend:
         if choices:
             raise UBUnsupportedError(f"initialize_ub was given no alternatives, so nothing can be chosen: {choices}")
         return None
+
+    def follow_choices(self, follow: bool) -> None:
+        if self._plans is not None:
+            self._plans.follow_choices(follow)
 
     def busy(self) -> str | None:
         return self.guard.busy()
