@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 
+from .backends.names import check_choices
 from .errors import UBShapeError, UBUnsupportedError
 from .json_fields import Fields, check_time, check_whole, shown
+from .modes import WORDS, is_mode
 from .overlap import OverlapConfig
 from .policy import Choice, Policy
 
@@ -201,6 +203,8 @@ class TuningTable:
             raise UBUnsupportedError(f"no tuning table that this version reads: format is {found}, not {FORMAT!r}")
         table = Fields(data, "a tuning table")
         header: dict[str, Any] = {name: getattr(table, kind)(name) for name, kind in _HEADER.items()}
+        if not is_mode(header["mode"]):
+            raise UBUnsupportedError(f"a tuning table: mode = {shown(header['mode'])}: it is {WORDS}")
         rows = tuple(_row(row) for row in table.objects("rows", "row"))
         try:
             return cls(**header, rows=rows)
@@ -261,10 +265,15 @@ def _row(row: Fields) -> TuningRow:
         Candidate(_config(each, "config"), each.time("median_us"), each.time("spread_us", zero=True))
         for each in row.objects("candidates", "candidate")
     )
+    gemm, chosen = row.text("gemm"), _config(row, "chosen")
+    try:
+        check_choices({gemm: (chosen,)})
+    except UBUnsupportedError as error:
+        raise UBUnsupportedError(f"{row.where}: {error}") from error
     return TuningRow(
-        gemm=row.text("gemm"),
+        gemm=gemm,
         tokens=row.whole("tokens"),
-        chosen=_config(row, "chosen"),
+        chosen=chosen,
         reason=row.text("reason"),
         candidates=candidates,
         gemm_us=None if row.is_null("gemm_us") else row.time("gemm_us"),

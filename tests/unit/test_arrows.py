@@ -31,7 +31,7 @@ ARROWS = {
     "policy": BASE | {"overlap"},
     "policy_difference": BASE | {"policy"},
     "json_fields": BASE,
-    "tuning_table": BASE | {"overlap", "policy", "json_fields"},
+    "tuning_table": BASE | {"overlap", "policy", "json_fields", "modes", "backends.names"},
     "metadata": BASE,
     "packing_rules": BASE,
     "packing": ARITHMETIC | {"metadata", "packing_rules"},

@@ -89,7 +89,7 @@ REFUSED = [
     ("bench tp-step --arms policy", "arms = none that can be compared here"),
     ("bench tp-step --arms rebuild,none", "the next valid value is dynamic,rebuild,none"),
     ("bench tp-step --policy bad.json", "bad.json: no tuning table"),
-    ("bench tp-step --policy gemm.json", "gemm.json: a policy names the unknown GEMM 'fc3'"),
+    ("bench tp-step --policy gemm.json", "gemm.json: row 0 of a tuning table: a policy names the unknown GEMM 'fc3'"),
     ("bench tp-step --backend te --ffn 1024", "TE's layers are measured with ffn = 4 H = 16384 here, not 1024"),
     ("bench lengths --distributions zipf", "not one of openwebtext"),
     ("bench lengths --file lengths", "lengths, line 2: '²' is no length, an integer of at least 0"),

@@ -97,6 +97,15 @@ def change(*keys: Any, value: Any = None) -> Callable[[Any], None]:
         (change("hidden", value=-4), "hidden = -4: .*; the next valid value is 1"),
         (change("ffn", value=16384.0), "ffn = 16384.0: it is an int"),
         (change("dtype", value=3), "dtype = 3: it is a string"),
+        (change("mode", value="2 gpus"), "a tuning table: mode = '2 gpus': it is 'cpu-mpi', 'one-gpu-N-ranks' or"),
+        (
+            change("rows", 1, "gemm", value="fc3"),
+            "row 1 .*: a policy names the unknown GEMM 'fc3'; known",
+        ),
+        (
+            change("rows", 2, "chosen", value={"method": "bulk"}),
+            "row 2 .*: fc1_fprop has no method 'bulk'; it has",
+        ),
         (change("versions", value="2.11"), "versions = '2.11': it is an object, as in {}"),
         (change("versions", "torch", value=2.11), "versions of a tuning table: torch = 2.11: it is a string"),
         (change("rows", value={}), "rows = {}: it is a list"),
