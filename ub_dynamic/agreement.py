@@ -9,12 +9,20 @@ from typing import Any
 
 import torch
 
-from .backends.names import AUTO_EXCLUDES_POLICY, GEMM_METHODS, check_cfgs, registered_specs, resolve_specs
+from .backends.names import (
+    AUTO_EXCLUDES_POLICY,
+    GEMM_METHODS,
+    check_cfgs,
+    check_choices,
+    registered_specs,
+    resolve_specs,
+)
 from .errors import UBDynamicError, UBRankMismatchError, UBShapeError, UBUnsupportedError
 from .groups import Group
 from .manager import check_arguments
 from .modes import CPU_MPI, gpu_mode
 from .policy import ChooseOverlap, Policy, policy_of
+from .policy_difference import differences, sent_runs
 from .rules import combine, token_rule
 from .shapes import CommSpec, Shape, parse_shape
 from .tuning_table import TuningTable
@@ -40,7 +48,7 @@ def agree(
 
     A rank that refuses its own arguments tells the others, which would wait for it otherwise.
     """
-    refusal: Exception | None = None
+    refusal: BaseException | None = None
     chosen: Policy | None = None
     try:
         check_arguments(options["check"], options["timeout"])
@@ -49,27 +57,29 @@ def agree(
         chosen = _resolve_policy(policy, capacity, te, options["dtype"], tp_size, specs)
         if te and chosen is not None and options["auto"]:
             raise UBUnsupportedError(AUTO_EXCLUDES_POLICY)
-    except Exception as error:
+    except BaseException as error:  # the policy's callable may end the process: the others must not wait for it
         refusal = error
-    facts = {"shape": shape, **options, "policy": None if chosen is None else chosen.digest()}
+    digest = None if chosen is None else chosen.digest()
+    facts = {"shape": shape, **options, "policy": digest}
     mine = ", ".join(f"{name} = {value!r}" for name, value in facts.items() if value is not None)
     told = group.allgather(
-        (mine, None if refusal is None else _text(refusal)), "comparing the arguments of initialize_ub"
+        (mine, None if refusal is None else _text(refusal), digest), "comparing the arguments of initialize_ub"
     )
     if refusal is not None:
         raise refusal
     ranks = list(zip(group.members, told, strict=True))
-    if refused := [f"rank {rank}: {text}" for rank, (_, text) in ranks if text is not None]:
+    if refused := [f"rank {rank}: {text}" for rank, (_, text, _) in ranks if text is not None]:
         raise UBRankMismatchError(f"initialize_ub was refused on {'; '.join(refused)}")
-    if len({facts for facts, _ in told}) > 1:
-        raise UBRankMismatchError(
-            "the ranks call initialize_ub with different arguments: "
-            + "; ".join(f"rank {rank}: {facts}" for rank, (facts, _) in ranks)
-        )
+    if len({facts for facts, _, _ in told}) > 1:
+        text = "; ".join(f"rank {rank}: {facts}" for rank, (facts, _, _) in ranks)
+        if len({digest for _, _, digest in told}) > 1:  # every rank sees that, and says more
+            runs = group.allgather(sent_runs(chosen), "comparing the policies of initialize_ub")
+            text += f". The policies differ: {differences(dict(zip(group.members, runs, strict=True)))}"
+        raise UBRankMismatchError(f"the ranks call initialize_ub with different arguments: {text}")
     return capacity, chosen
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     """What is told to the other ranks; an error of the caller's own says its type too."""
     return str(error) if isinstance(error, UBDynamicError) else f"{type(error).__name__}: {error}"
 
@@ -107,6 +117,9 @@ def _resolve_policy(
             )
         rule = combine((token_rule(spec) for spec in specs if spec.method != "external"), capacity[0])
         policy = policy_of(policy, tuple(GEMM_METHODS), range(rule.minimum, rule.maximum + 1, rule.multiple))
+    # Both raise for what they cannot follow.
     if specs:
-        registered_specs(specs, policy.configurations())  # raises for what they cannot follow
+        registered_specs(specs, policy.configurations())
+    else:
+        check_choices(policy.configurations())
     return policy

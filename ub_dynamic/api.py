@@ -55,7 +55,9 @@ def initialize_ub(
     at which T. None or ``"always"``: as ``ub_cfgs`` configures it, at every T; a path or
     :class:`~ub_dynamic.tuning_table.TuningTable`: as measured; a callable ``(gemm, tokens)`` that returns an
     :class:`~ub_dynamic.overlap.OverlapConfig` or None (as configured), asked once for every valid T, here; or a
-    :class:`~ub_dynamic.policy.Policy`. It is the same on all ranks; with TE it excludes ``auto``.
+    :class:`~ub_dynamic.policy.Policy`. It is the same on all ranks; with TE it excludes ``auto``. Where it chooses
+    ``"none"``, ``guard=False`` lets operands of another T pass: a plain collective takes its rows from the operand,
+    so the result is right, and only the guard could tell that another T was meant.
 
     Every rank calls it. Raises :class:`UBStateError` if it is initialised already, the :class:`UBShapeError`
     family for a capacity that some communicator could not take, :class:`UBUnsupportedError` with what to

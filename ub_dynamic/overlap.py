@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .errors import UBShapeError
@@ -36,15 +36,19 @@ class OverlapConfig:
             if name not in _SETTINGS[self.method]:
                 known = ", ".join(_SETTINGS[self.method]) or "no settings"
                 raise UBShapeError(f"method {self.method!r} has no setting {name}; it has {known}")
-            wanted = int if name in ("num_sm", "num_splits") else bool
-            if type(value) is not wanted:
-                raise UBShapeError(f"{name} = {value!r} of method {self.method!r} must be {wanted.__name__}")
-            if wanted is int and value < 1:
-                raise UBShapeError(f"{name} = {value} of method {self.method!r} must be at least 1")
+            where = f"{name} = {value!r} of method {self.method!r}"
+            if name not in ("num_sm", "num_splits"):
+                if type(value) is not bool:
+                    raise UBShapeError(f"{where} must be bool: True or False")
+            elif type(value) is not int:
+                raise UBShapeError(f"{where} must be int, as in {name}=4")
+            elif value < 1:
+                raise UBShapeError(f"{where} must be at least 1; the next valid value is 1")
 
     def settings(self) -> dict[str, Any]:
         """The settings that are not left as configured."""
-        return {name: value for name, value in asdict(self).items() if name != "method" and value is not None}
+        every = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in every if name != "method" and value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """``method`` and the settings, for a file."""
@@ -54,9 +58,10 @@ class OverlapConfig:
     def from_json(cls, data: Mapping[str, Any]) -> OverlapConfig:
         """The inverse of :meth:`to_json`; :class:`UBShapeError` for keys that do not exist."""
         if unknown := set(data) - {field.name for field in fields(cls)}:
-            raise UBShapeError(f"unknown overlap settings {sorted(unknown)}")
+            known = ", ".join(field.name for field in fields(cls))
+            raise UBShapeError(f"unknown overlap settings {sorted(unknown)}; known are {known}")
         if "method" not in data:
-            raise UBShapeError(f"an overlap configuration names its method; {dict(data)} does not")
+            raise UBShapeError(f"an overlap configuration names its method: one of {', '.join(METHODS)}")
         return cls(**data)
 
     def __str__(self) -> str:

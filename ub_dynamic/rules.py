@@ -87,12 +87,14 @@ def check_spec(spec: CommSpec) -> None:
     """
     where = f"{spec.name} ({spec.method} {spec.collective})"
     if spec.method in ("bulk", "pipeline") and spec.tp not in KERNEL_TP_SIZES:
+        valid = next((tp for tp in KERNEL_TP_SIZES if tp >= spec.tp), KERNEL_TP_SIZES[-1])
         raise UBShapeError(
-            f"{where}: tp = {spec.tp}, but its kernels exist for tp in {KERNEL_TP_SIZES} only and would launch nothing"
+            f"{where}: tp = {spec.tp}, but its kernels exist for tp in {KERNEL_TP_SIZES} only and would launch "
+            f"nothing; the next valid tp is {valid}"
         )
     for count, setting in ((spec.num_splits, "num_splits"), (spec.num_sm, "num_sm")):
         if count < 1:
-            raise UBShapeError(f"{where}: {setting} = {count} must be at least 1")
+            raise UBShapeError(f"{where}: {setting} = {count} must be at least 1; the next valid value is 1")
     hidden, line = spec.capacity[1], _LINE_BYTES // kernel_itemsize(spec.dtype)
     if spec.method == "pipeline" and hidden % (line * spec.num_splits):
         raise UBAlignmentError(
@@ -102,7 +104,9 @@ def check_spec(spec: CommSpec) -> None:
     if spec.method != "ring_exchange":
         return
     if spec.aggregate and spec.tp % 2:
-        raise UBShapeError(f"{where}: aggregate pairs ranks, so tp = {spec.tp} must be even")
+        raise UBShapeError(
+            f"{where}: aggregate pairs ranks, so tp = {spec.tp} must be even; the next valid tp is {spec.tp + 1}"
+        )
     if not spec.use_ce and spec.num_sm & (spec.num_sm - 1):
         raise UBAlignmentError(
             f"{where}: use_ce = 0 with num_sm = {spec.num_sm} writes past the chunk; num_sm must be 1"

@@ -210,7 +210,7 @@ def _check_layout(
         )
     if method == "pipeline" and collective == "ag":
         raise UBShapeError("method 'pipeline' exists for reduce-scatter only; an all-gather takes ring_exchange")
-    for count, name in ((tp, "tp"), (num_splits, "num_splits")):
+    for count, name in ((tp, "tp"), (num_splits, "num_splits"), (capacity[1], "H")):
         if count < 1:
             raise UBShapeError(f"{name} is {count}: it must be at least 1")
     tokens, hidden = active
@@ -219,7 +219,9 @@ def _check_layout(
     if tokens < 1:
         raise UBShapeError(f"active shape {list(active)}: tokens must be positive")
     if tokens > capacity[0]:
-        raise UBCapacityError(f"T = {tokens} tokens exceed the capacity of {capacity[0]}")
+        raise UBCapacityError(
+            f"T = {tokens} tokens exceed the capacity of {capacity[0]}; the next valid value is {capacity[0]}"
+        )
     for rows, what in ((tokens, "T"), (capacity[0], "capacity")):
         if rows % tp:
             raise UBAlignmentError(
@@ -227,4 +229,7 @@ def _check_layout(
                 f"{rows + tp - rows % tp}"
             )
     if method == "pipeline" and hidden % num_splits:
-        raise UBAlignmentError(f"H = {hidden} cannot be cut into num_splits = {num_splits} equal column blocks")
+        raise UBAlignmentError(
+            f"H = {hidden} cannot be cut into num_splits = {num_splits} equal column blocks; the next valid H is "
+            f"{hidden + num_splits - hidden % num_splits}"
+        )

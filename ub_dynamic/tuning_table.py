@@ -25,7 +25,10 @@ from typing import Any
 
 import torch
 
+from .backends.names import check_choices
 from .errors import UBShapeError, UBUnsupportedError
+from .json_fields import Fields, check_time, check_whole, shown
+from .modes import WORDS, is_mode
 from .overlap import OverlapConfig
 from .policy import Choice, Policy
 
@@ -37,11 +40,19 @@ logger = logging.getLogger("ub_dynamic")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One measured configuration: the median of its times, and their spread, both in microseconds."""
+    """One measured configuration: the median of its times, and their spread, both in microseconds.
+
+    Raises :class:`UBShapeError` for times that are no times.
+    """
 
     config: OverlapConfig
     median_us: float
     spread_us: float
+
+    def __post_init__(self) -> None:
+        _check_config("config", self.config)
+        check_time("median_us", self.median_us)
+        check_time("spread_us", self.spread_us, zero=True)
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,8 @@ class TuningRow:
     """One GEMM at one T: what was ``chosen``, why, and what it was chosen from.
 
     ``gemm``: TE's communicator name (``"fc2_fprop"``). ``gemm_us``: the plain GEMM without any communication, the
-    limit of what an overlap can reach; None where it was not measured.
+    limit of what an overlap can reach; None where it was not measured. Raises :class:`UBShapeError` for a T or a time
+    that is none.
     """
 
     gemm: str
@@ -59,6 +71,12 @@ class TuningRow:
     candidates: tuple[Candidate, ...] = ()
     gemm_us: float | None = None
 
+    def __post_init__(self) -> None:
+        check_whole("tokens", self.tokens)
+        _check_config("chosen", self.chosen)
+        if self.gemm_us is not None:
+            check_time("gemm_us", self.gemm_us)
+
 
 @dataclass(frozen=True)
 class TuningTable:
@@ -66,7 +84,7 @@ class TuningTable:
     (:func:`these_versions`), ``tp``, ``hidden``, ``dtype`` (``"bfloat16"``) and ``mode`` (``"cpu-mpi"``,
     ``"one-gpu-N-ranks"`` or ``"N-gpus"``).
 
-    ``forced``: use it elsewhere all the same. Raises :class:`UBShapeError` for a T below 1 and for two rows of one
+    ``forced``: use it elsewhere all the same. Raises :class:`UBShapeError` for no row at all and for two rows of one
     GEMM at one T.
     """
 
@@ -84,11 +102,9 @@ class TuningTable:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise UBShapeError("a tuning table has at least one row")
+            raise UBShapeError("rows = []: a tuning table has at least one row")
         seen = set()
         for row in self.rows:
-            if row.tokens < 1:
-                raise UBShapeError(f"{row.gemm}: tokens = {row.tokens} of a tuning table must be at least 1")
             if (row.gemm, row.tokens) in seen:
                 raise UBShapeError(f"a tuning table has two rows for {row.gemm} at T = {row.tokens}")
             seen.add((row.gemm, row.tokens))
@@ -163,14 +179,15 @@ class TuningTable:
     def load(cls, path: str | os.PathLike[str], *, force: bool = False) -> TuningTable:
         """The table in ``path``. :class:`UBUnsupportedError` says what is wrong with the file."""
         try:
-            data = json.loads(Path(path).read_text())
-            return replace(cls.from_json(data), forced=force)
+            return replace(cls.from_json(json.loads(Path(path).read_text())), forced=force)
         except OSError as error:
             raise UBUnsupportedError(f"the tuning table {path} cannot be read: {error}") from error
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UBUnsupportedError(f"the tuning table {path} is no JSON: {error}") from error
         except UBUnsupportedError as error:
             raise UBUnsupportedError(f"{path}: {error}") from error
+        except ValueError as error:  # of the decoder, or of json: a number of thousands of digits too
+            raise UBUnsupportedError(f"the tuning table {path} is no JSON: {error}") from error
+        except RecursionError:
+            raise UBUnsupportedError(f"the tuning table {path} is no table: it nests objects without end") from None
 
     def to_json(self) -> dict[str, Any]:
         """What :meth:`save` writes."""
@@ -182,26 +199,30 @@ class TuningTable:
     def from_json(cls, data: Any) -> TuningTable:
         """The inverse of :meth:`to_json`; :class:`UBUnsupportedError` names what is missing or wrong."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise UBUnsupportedError(f"no tuning table that this version reads: format is {found!r}, not {FORMAT!r}")
-        header = {name: _typed(data, name, kind, "a tuning table") for name, kind in _HEADER.items()}
-        rows = _typed(data, "rows", list, "a tuning table")
+            found = shown(data.get("format") if isinstance(data, Mapping) else type(data).__name__)
+            raise UBUnsupportedError(f"no tuning table that this version reads: format is {found}, not {FORMAT!r}")
+        table = Fields(data, "a tuning table")
+        header: dict[str, Any] = {name: getattr(table, kind)(name) for name, kind in _HEADER.items()}
+        if not is_mode(header["mode"]):
+            raise UBUnsupportedError(f"a tuning table: mode = {shown(header['mode'])}: it is {WORDS}")
+        rows = tuple(_row(row) for row in table.objects("rows", "row"))
         try:
-            return cls(**header, rows=tuple(_row(row, index) for index, row in enumerate(rows)))
+            return cls(**header, rows=rows)
         except UBShapeError as error:
             raise UBUnsupportedError(str(error)) from error
 
 
-_HEADER: Mapping[str, type] = {
-    "machine": str,
-    "versions": dict,
-    "tp": int,
-    "hidden": int,
-    "ffn": int,
-    "dtype": str,
-    "mode": str,
-    "date": str,
-    "command": str,
+# Field -> the method of Fields that takes it.
+_HEADER: Mapping[str, str] = {
+    "machine": "text",
+    "versions": "texts",
+    "tp": "whole",
+    "hidden": "whole",
+    "ffn": "whole",
+    "dtype": "text",
+    "mode": "text",
+    "date": "text",
+    "command": "text",
 }
 assert [*_HEADER, "rows", "forced"] == [each.name for each in fields(TuningTable)]
 
@@ -239,33 +260,34 @@ def _row_json(row: TuningRow) -> dict[str, Any]:
     return {**facts, "candidates": candidates}
 
 
-def _row(data: Any, index: int) -> TuningRow:
-    where = f"row {index} of a tuning table"
-    if not isinstance(data, Mapping):
-        raise UBUnsupportedError(f"{where} is {type(data).__name__}, not an object")
-    candidates = []
-    for each in _typed(data, "candidates", list, where):
-        if not isinstance(each, Mapping):
-            raise UBUnsupportedError(f"a candidate of {where} is {type(each).__name__}, not an object")
-        config = OverlapConfig.from_json(_typed(each, "config", dict, where))
-        median, spread = (float(_typed(each, name, (int, float), where)) for name in ("median_us", "spread_us"))
-        candidates.append(Candidate(config, median, spread))
-    gemm_us = data.get("gemm_us")
+def _row(row: Fields) -> TuningRow:
+    candidates = tuple(
+        Candidate(_config(each, "config"), each.time("median_us"), each.time("spread_us", zero=True))
+        for each in row.objects("candidates", "candidate")
+    )
+    gemm, chosen = row.text("gemm"), _config(row, "chosen")
+    try:
+        check_choices({gemm: (chosen,)})
+    except UBUnsupportedError as error:
+        raise UBUnsupportedError(f"{row.where}: {error}") from error
     return TuningRow(
-        gemm=_typed(data, "gemm", str, where),
-        tokens=_typed(data, "tokens", int, where),
-        chosen=OverlapConfig.from_json(_typed(data, "chosen", dict, where)),
-        reason=_typed(data, "reason", str, where),
-        candidates=tuple(candidates),
-        gemm_us=None if gemm_us is None else float(_typed(data, "gemm_us", (int, float), where)),
+        gemm=gemm,
+        tokens=row.whole("tokens"),
+        chosen=chosen,
+        reason=row.text("reason"),
+        candidates=candidates,
+        gemm_us=None if row.is_null("gemm_us") else row.time("gemm_us"),
     )
 
 
-def _typed(data: Mapping[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
-    if name not in data:
-        raise UBUnsupportedError(f"{where} lacks {name!r}")
-    value = data[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise UBUnsupportedError(f"{where}: {name} = {value!r} is no {' or '.join(each.__name__ for each in kinds)}")
-    return value
+def _config(owner: Fields, name: str) -> OverlapConfig:
+    data = owner.object(name)
+    try:
+        return OverlapConfig.from_json(data)
+    except UBShapeError as error:
+        raise UBUnsupportedError(f"{owner.where}: {name} = {shown(data)}: {error}") from error
+
+
+def _check_config(what: str, config: Any) -> None:
+    if not isinstance(config, OverlapConfig):
+        raise UBShapeError(f'{what} = {shown(config)}: it is an OverlapConfig, as in OverlapConfig("none")')

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ub_dynamic.testing.launch import mpi_missing
-from ub_dynamic.testing.marked import marked_pids, new_mark
+from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark
 from ub_dynamic.tuning_table import TuningTable
 
 pytestmark = pytest.mark.mpi
@@ -133,6 +133,42 @@ def test_a_signal_ends_the_ranks_and_keeps_the_cells(tmp_path: Path, number: sig
     assert "nothing is left running" in said and "Traceback" not in said
     assert not marked_pids(mark)
     assert TuningTable.load(path).rows
+
+
+@pytest.mark.parametrize("words", [("tune", "--out", "table.json"), ("bench", "op")], ids=["tune", "bench"])
+def test_ranks_end_when_what_started_them_is_killed(tmp_path: Path, words: Sequence[str]) -> None:
+    mark = new_mark()
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(
+            command([*words, *SMALL, "--tokens", "32:128", "--seconds", "200"]),
+            cwd=tmp_path,
+            env={**environment(), **mark},
+            stdout=said,
+            stderr=said,
+        )
+    try:
+        ranks: list[int] = []
+        deadline = time.monotonic() + 120
+        while len(ranks) < 2 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+            ranks = [pid for pid in marked_pids(mark) if b"ub_dynamic.bench.rank" in command_line(pid)]
+        process.kill()
+        process.wait(60)
+        assert len(ranks) >= 2, (tmp_path / "said").read_text()
+        deadline = time.monotonic() + 60  # they would measure for 200 s
+        while marked_pids(mark) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not marked_pids(mark)
+    finally:
+        process.kill()
+        kill_marked(mark)
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -308,8 +309,13 @@ def test_auto_switches_with_the_first_operand(mpi_comm: Any) -> None:
 def test_ranks_with_other_policies_are_told(mpi_comm: Any) -> None:
     rank = mpi_comm.Get_rank()
     policies = [Policy((1,), ({"fc2_fprop": Choice(OverlapConfig("pipeline", num_splits=n), "")},)) for n in (2, 4)]
-    for mine in (policies[rank], policies[0] if rank else None):
-        with pytest.raises(ubd.UBRankMismatchError, match="different arguments: rank 0: .*; rank 1: .*policy = '"):
+    where = "policies differ: fc2_fprop at T >= 1: "
+    for mine, differ in (
+        (policies[rank], f"{where}pipeline num_splits=2 on rank 0, pipeline num_splits=4 on rank 1"),
+        (policies[0] if rank else None, f"{where}as configured on rank 0, pipeline num_splits=2 on rank 1"),
+    ):
+        words = f"different arguments: rank 0: .*; rank 1: .*policy = '.*{differ}"
+        with pytest.raises(ubd.UBRankMismatchError, match=words):
             ubd.initialize_ub([64, HIDDEN], 2, dtype=torch.float32, backend="host", tp_group=mpi_comm, policy=mine)
     bad = Policy((1,), ({"fc2_fprop": Choice(OverlapConfig("bulk"), "")},))
     with pytest.raises(ubd.UBDynamicError, match="fc2_fprop has no method 'bulk'") as raised:
@@ -317,6 +323,21 @@ def test_ranks_with_other_policies_are_told(mpi_comm: Any) -> None:
             [64, HIDDEN], 2, dtype=torch.float32, backend="host", tp_group=mpi_comm, policy=bad if rank else "always"
         )
     assert type(raised.value) is (ubd.UBUnsupportedError if rank else ubd.UBRankMismatchError)
+    assert not ubd.is_ub_initialized()
+
+
+@pytest.mark.mpi(2)
+def test_a_callable_that_ends_its_rank_tells_the_other_at_once(mpi_comm: Any) -> None:
+    def choose(gemm: str, tokens: int) -> OverlapConfig | None:
+        raise SystemExit(3)
+
+    begin = time.monotonic()
+    policy = choose if mpi_comm.Get_rank() else "always"
+    with pytest.raises((SystemExit, ubd.UBRankMismatchError)) as raised:
+        ubd.initialize_ub([64, HIDDEN], 2, dtype=torch.float32, backend="host", tp_group=mpi_comm, policy=policy)
+    assert raised.type is (SystemExit if mpi_comm.Get_rank() else ubd.UBRankMismatchError)
+    assert raised.type is SystemExit or "refused on rank 1: SystemExit: 3" in str(raised.value)
+    assert time.monotonic() - begin < 30  # not after the wait for a missing rank, which takes 60 s
     assert not ubd.is_ub_initialized()
 
 

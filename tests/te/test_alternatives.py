@@ -80,7 +80,7 @@ def test_a_dgrad_of_two_methods_keeps_its_wgrad() -> None:
         ({"qkv_fprop": (PIPELINE,)}, None, UBUnsupportedError, "no method 'pipeline'"),
         ({"fc2_fprop": (AGGREGATE,)}, None, UBUnsupportedError, "aggregate"),
         ({"fc1_dgrad": (OverlapConfig("pipeline"),)}, None, UBUnsupportedError, "silently wrong"),
-        ({"fc1_dgrad": (OverlapConfig("bulk", num_sm=33),)}, None, UBShapeError, "at most 32"),
+        ({"fc1_dgrad": (OverlapConfig("bulk", num_sm=33),)}, None, UBShapeError, "the next valid value is 32"),
         ({"fc2_fprop": (OverlapConfig("pipeline", num_splits=16),)}, None, UBShapeError, "num_splits = 128"),
         ({"fc2_fprop": (PIPELINE,)}, {"fc2_fprop": {"atomic_gemm": True}}, UBUnsupportedError, "nothing to choose"),
     ],

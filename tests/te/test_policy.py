@@ -97,9 +97,9 @@ class TestPlans:
             ({"proj_dgrad": RING}, UBUnsupportedError, r"proj_dgrad: no communicator was made.*alternatives \[\]"),
             ({"proj_fprop": RING}, UBUnsupportedError, "no communicator was made for ring_exchange.*num_splits=2"),
             ({"proj_fprop": NONE}, UBUnsupportedError, "may be switched off"),
-            ({"proj_fprop": OverlapConfig("pipeline", num_splits=8)}, UBShapeError, "made for at most 4"),
+            ({"proj_fprop": OverlapConfig("pipeline", num_splits=8)}, UBShapeError, "the next valid value is 4"),
             ({"proj_fprop": OverlapConfig("pipeline", num_splits=3)}, UBShapeError, "num_splits = 24"),
-            ({"proj_fprop": OverlapConfig("pipeline", num_sm=40)}, UBShapeError, "at most 32"),
+            ({"proj_fprop": OverlapConfig("pipeline", num_sm=40)}, UBShapeError, "the next valid value is 32"),
             ({"fc2_fprop": AGGREGATE}, UBUnsupportedError, "aggregate"),
         ],
     )
@@ -118,7 +118,7 @@ class TestPlans:
             assert native is not None
             native.set_settings(world.object("proj_fprop"), 4, 16, 10)  # a device of 26
             world.backend._plans._made = policy_te_read(world)
-            with pytest.raises(UBShapeError, match="num_sm = 28 leaves the GEMM no multiprocessor of 26"):
+            with pytest.raises(UBShapeError, match="no multiprocessor of 26; the next valid value is 25"):
                 world.backend.plan({"proj_fprop": OverlapConfig("pipeline", num_sm=28)})
 
     def test_without_alternatives_nothing_can_be_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:

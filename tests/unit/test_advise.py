@@ -291,6 +291,9 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("name", "text", "says"),
     [
         ("a.txt", "3\n4\nfive\n6\n", "a.txt, line 3: 'five' is no length, an integer of at least 0"),
+        ("a.txt", "3\n1_0\n", "line 2: '1_0' is no length"),
+        ("a.txt", "3\n²\n", "line 2: '²' is no length"),
+        ("a.jsonl", "[" * 100_000, "...' is no length, a JSON object whose field"),
         ("a.txt", "3\n\n-4\n", "line 3: -4 is no length"),
         ("a.txt", "1.5\n", "line 1: '1.5' is no length"),
         ("a.txt", "9" * 30 + "\n", "a length is at least 0 and at most 2^40"),

@@ -18,6 +18,7 @@ from ub_dynamic.agreement import agree
 from ub_dynamic.backends.names import GEMM_METHODS
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice, Policy
+from ub_dynamic.policy_difference import sent_runs
 from ub_dynamic.tuning_table import TuningRow, TuningTable, these_versions, this_machine
 
 
@@ -219,7 +220,7 @@ class TestPolicy:
             ("missing.json", "missing.json cannot be read"),
             (3, 'policy = 3: it is None, "always", the path'),
             (Policy((1,), ({"fc2_fprop": Choice(OverlapConfig("bulk"), "")},)), "fc2_fprop has no method 'bulk'"),
-            (lambda gemm, tokens: OverlapConfig("pipeline"), "qkv_fprop has no method 'pipeline'"),
+            (lambda gemm, tokens: OverlapConfig("pipeline"), "fc1_fprop has no method 'pipeline'"),
             (lambda gemm, tokens: "none", "returned 'none' for qkv_fprop at T = 4"),
         ],
     )
@@ -227,6 +228,59 @@ class TestPolicy:
         with pytest.raises((ub.UBUnsupportedError, ub.UBShapeError), match=words):
             initialize(policy=policy)
         assert backend.calls == [] and not ub.is_ub_initialized()
+
+    @pytest.mark.parametrize(
+        ("gemm", "config", "words"),
+        [
+            ("fc3_fprop", NONE, "unknown GEMM 'fc3_fprop'; known are qkv_fprop"),
+            ("fc2_fprop", OverlapConfig("bulk"), "fc2_fprop has no method 'bulk'; it has none, pipeline"),
+            ("fc2_fprop", OverlapConfig("ring_exchange", aggregate=True), "the next valid value is False"),
+        ],
+    )
+    def test_one_rank_checks_its_policy_too(
+        self, gemm: str, config: OverlapConfig, words: str, backend: FakeBackend
+    ) -> None:
+        with pytest.raises(ub.UBUnsupportedError, match=words):
+            ub.initialize_ub(
+                [7, 63], 1, check="never", backend="host", policy=Policy((1,), ({gemm: Choice(config, "")},))
+            )
+        assert backend.calls == []
+        fine = Policy((1,), ({"fc2_fprop": Choice(RING, "")},))
+        ub.initialize_ub([7, 63], 1, check="never", backend="host", policy=fine)
+
+    @pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("so")])
+    def test_a_callable_that_ends_the_process_tells_the_others(
+        self, ends: BaseException, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[Any] = []
+        monkeypatch.setattr(FakeGroup, "allgather", lambda self, value, what: told.append(value) or [value] * 4)
+
+        def choose(gemm: str, tokens: int) -> OverlapConfig:
+            raise ends
+
+        with pytest.raises(type(ends)) as raised:
+            initialize(policy=choose)
+        assert raised.value is ends and backend.calls == []
+        assert told[0][1] == f"{type(ends).__name__}: {ends}"
+
+    def test_ranks_with_other_policies_learn_where_they_differ(
+        self, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mine, theirs = table().policy(), Policy((1,), ({"fc2_fprop": Choice(NONE, "")},))
+
+        def allgather(self: FakeGroup, value: Any, what: str) -> list[Any]:
+            if what == "comparing the policies of initialize_ub":
+                return [value, value, value, sent_runs(theirs)]
+            facts, refusal, digest = value
+            return [value, value, value, (facts.replace(digest, theirs.digest()), refusal, theirs.digest())]
+
+        monkeypatch.setattr(FakeGroup, "allgather", allgather)
+        with pytest.raises(ub.UBRankMismatchError) as raised:
+            initialize(policy=mine)
+        assert "policies differ: fc2_fprop at T >= 33: ring_exchange on ranks 0, 1, 2, none on rank 3" in str(
+            raised.value
+        )
+        assert backend.calls == []
 
     @pytest.mark.parametrize(("te", "auto"), [(True, True), (True, False), (False, True)])
     def test_on_te_an_operand_cannot_choose_how_its_own_layer_overlaps(self, te: bool, auto: bool) -> None:

@@ -29,7 +29,9 @@ ARROWS = {
     "rules": ARITHMETIC,
     "overlap": BASE,
     "policy": BASE | {"overlap"},
-    "tuning_table": BASE | {"overlap", "policy"},
+    "policy_difference": BASE | {"policy"},
+    "json_fields": BASE,
+    "tuning_table": BASE | {"overlap", "policy", "json_fields", "modes", "backends.names"},
     "metadata": BASE,
     "packing_rules": BASE,
     "packing": ARITHMETIC | {"metadata", "packing_rules"},
@@ -46,7 +48,7 @@ ARROWS = {
     "manager": ARITHMETIC | RANKS | {"packing", "policy", "stages", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS,
-    "agreement": BACKEND | {"manager", "modes", "policy", "tuning_table"},
+    "agreement": BACKEND | {"manager", "modes", "policy", "policy_difference", "tuning_table"},
     "api": BACKEND | {"agreement", "manager", "packing", "backends.host", "backends.te"},
     "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
@@ -121,7 +123,7 @@ def test_import_needs_only_torch(module: str) -> None:
 def text_files() -> list[Path]:
     folders = ("ub_dynamic", "tests", "examples", "benchmarks", "docs", ".ci")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    found += [path for path in ROOT.iterdir() if path.is_file() and path.name != "LICENSE"]
+    found += [path for path in ROOT.iterdir() if path.is_file() and path.name not in ("LICENSE", ".git")]
     binary = (".png", ".pdf", ".so")
     made = ("__pycache__", ".mypy_cache")
     return sorted(p for p in found if p.suffix not in binary and not set(made) & set(p.parts))

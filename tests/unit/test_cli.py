@@ -57,6 +57,7 @@ def test_layout_is_drawn(tmp_path: Path, method: str, collective: str, suffix: s
         (["--tokens", "30"], 2, "the next valid value is 32"),
         (["--tokens", "32", "--capacity", "8192"], 2, "not TOKENSxHIDDEN"),
         (["--tokens", "32", "--method", "magic"], 2, "methods are bulk"),
+        (["--tokens", "32", "--capacity", "64x0"], 2, "H is 0: it must be at least 1"),
         (["--tokens", "32", "--dtype", "int3"], 2, "not one of bfloat16"),
         (["--tokens", "32", "--out", "x.gif"], 2, "ends in none of .svg"),
         (["--tokens", "32", "--out", "gone/x.svg"], 2, "there is no folder gone"),

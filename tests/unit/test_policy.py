@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 from operator import ne
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ub_dynamic.backends.names import GEMM_METHODS, overlap_specs, registered_sp
 from ub_dynamic.errors import UBAlignmentError, UBShapeError, UBUnsupportedError
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice, Policy, policy_of
+from ub_dynamic.policy_difference import MOST_RUNS, differences, sent_runs
 from ub_dynamic.shapes import CommSpec
 
 RING, NONE, BULK = OverlapConfig("ring_exchange"), OverlapConfig("none"), OverlapConfig("bulk")
@@ -32,9 +34,9 @@ class TestOverlapConfig:
             ("ring", {}, "unknown overlap method 'ring'; methods are none, bulk, pipeline, ring_exchange"),
             ("none", {"num_sm": 4}, "method 'none' has no setting num_sm; it has no settings"),
             ("bulk", {"num_splits": 4}, "method 'bulk' has no setting num_splits; it has num_sm"),
-            ("pipeline", {"num_sm": 0}, "num_sm = 0 of method 'pipeline' must be at least 1"),
-            ("pipeline", {"num_splits": True}, "num_splits = True of method 'pipeline' must be int"),
-            ("ring_exchange", {"aggregate": 1}, "aggregate = 1 of method 'ring_exchange' must be bool"),
+            ("bulk", {"num_sm": 0}, "num_sm = 0 of method 'bulk' must be at least 1; the next valid value is 1"),
+            ("pipeline", {"num_sm": True}, "num_sm = True of method 'pipeline' must be int, as in num_sm=4"),
+            ("ring_exchange", {"aggregate": 1}, "aggregate = 1 of method 'ring_exchange' must be bool: True or False"),
         ],
     )
     def test_what_a_method_does_not_have(self, method: str, settings: dict[str, object], words: str) -> None:
@@ -73,6 +75,23 @@ class TestPolicy:
         with pytest.raises(UBShapeError, match="starts"):
             Policy(starts, ({},) * count)
 
+    @pytest.mark.parametrize(
+        ("starts", "stages", "words"),
+        [
+            ((8, 4), ({}, {}), r"starts of a policy ascend; \(8, 4\) do not: 4 follows 8, .* valid value is 9"),
+            ((1.5,), ({},), "starts of a policy hold 1.5: each is a T, an int"),
+            ((0,), ({},), "hold 0: each is a T, an int; the next valid value is 1"),
+            ((1,), (None,), "stage of a policy from T = 1 on is None: it maps GEMMs to choices"),
+            ((1,), ({3: Choice(NONE, "")},), 'names the GEMM 3: it is a string, as in "fc2_fprop"'),
+            ((1, 5), ({}, {"fc2_fprop": NONE}), r"from T = 5 on has OverlapConfig\(.* for fc2_fprop: it is a Choice"),
+            ((1,), ({"fc2_fprop": (NONE, "why")},), "for fc2_fprop: it is a Choice"),
+            ((1,), ({"fc2_fprop": Choice("none", "why")},), "for fc2_fprop: it is a Choice"),
+        ],
+    )
+    def test_what_is_no_policy(self, starts: Any, stages: Any, words: str) -> None:
+        with pytest.raises(UBShapeError, match=words):
+            Policy(starts, stages)
+
     def test_the_digest_is_of_what_is_chosen_not_of_why(self) -> None:
         base = Policy((1, 8), (stage(fc1_fprop=RING, fc2_fprop=NONE), {}))
         same = Policy((1, 8), ({"fc2_fprop": Choice(NONE, "other"), "fc1_fprop": Choice(RING, "words")}, {}))
@@ -84,6 +103,13 @@ class TestPolicy:
         ]
         assert base.digest() == same.digest()
         assert len({policy.digest() for policy in (base, *others)}) == 5
+
+    def test_policies_that_do_the_same_have_the_same_digest_and_order(self) -> None:
+        one = Policy((1, 8), (stage(fc1_fprop=RING, fc2_fprop=NONE), stage(fc2_fprop=RING)))
+        stages = (stage(fc2_fprop=NONE, fc1_fprop=RING),) * 2
+        other = Policy((4, 6, 8), (*stages, stage(fc2_fprop=RING)))
+        assert one.digest() == other.digest()
+        assert list(one.configurations().items()) == list(other.configurations().items())
 
     @given(st.lists(st.sampled_from([None, RING, NONE]), min_size=1, max_size=40))
     def test_a_callable_is_asked_at_every_t(self, wanted: list[OverlapConfig | None]) -> None:
@@ -97,6 +123,58 @@ class TestPolicy:
     def test_a_callable_returns_configurations(self) -> None:
         with pytest.raises(UBShapeError, match="returned 'none' for fc1_fprop at T = 4: it returns an OverlapConfig"):
             policy_of(lambda gemm, tokens: "none", ("fc1_fprop",), [4])  # type: ignore[arg-type, return-value]
+
+
+class TestDifferences:
+    def told(self, *policies: Policy | None) -> str:
+        return differences({2 + index: sent_runs(policy) for index, policy in enumerate(policies)})
+
+    def test_gemm_range_and_what_each_rank_does(self) -> None:
+        one = Policy((8, 64, 100), (stage(fc2_fprop=NONE), stage(fc1_fprop=RING), stage(fc2_fprop=RING)))
+        other = Policy((1, 32, 64), (stage(fc2_fprop=NONE), stage(fc2_fprop=BULK), stage(fc2_fprop=RING)))
+        assert self.told(one, other, one) == (
+            "fc1_fprop at T = 64 to 99: ring_exchange on ranks 2, 4, as configured on rank 3; "
+            "fc2_fprop at T = 32 to 63: none on ranks 2, 4, bulk on rank 3; "
+            "fc2_fprop at T = 64 to 99: as configured on ranks 2, 4, ring_exchange on rank 3"
+        )
+
+    def test_no_policy_at_all_and_the_last_range(self) -> None:
+        assert self.told(None, Policy((1,), (stage(fc2_fprop=NONE),))) == (
+            "fc2_fprop at T >= 1: as configured on rank 2, none on rank 3"
+        )
+
+    def test_a_few_of_many(self) -> None:
+        every = Policy((1,), (dict.fromkeys(GEMM_METHODS, Choice(NONE, "")),))
+        assert self.told(None, every).endswith("; and 5 more ranges")
+
+    @given(st.data())
+    def test_exactly_where_the_choices_differ(self, data: st.DataObject) -> None:
+        def draw() -> Policy:
+            starts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6, unique=True).map(sorted))
+            configs = data.draw(
+                st.lists(st.sampled_from([NONE, RING, None]), min_size=len(starts), max_size=len(starts))
+            )
+            return Policy(tuple(starts), tuple({} if c is None else stage(fc2_fprop=c) for c in configs))
+
+        one, other = draw(), draw()
+        wrong = [t for t in range(1, 60) if one.choices(t) != other.choices(t)]
+        assert (one.digest() != other.digest()) == bool(wrong)
+        if wrong:
+            text = self.told(one, other)
+            first = re.search(r"fc2_fprop at T (?:= (\d+) to|>= (\d+))", text)
+            assert first is not None and int(first[1] or first[2]) == wrong[0]
+
+    def test_what_is_sent_is_bounded(self) -> None:
+        configs = [NONE, RING]
+        long = policy_of(lambda gemm, tokens: configs[tokens % 2], ("fc2_fprop",), range(1, 4 * MOST_RUNS))
+        late = policy_of(
+            lambda gemm, tokens: configs[(tokens + (tokens > 3 * MOST_RUNS)) % 2],
+            ("fc2_fprop",),
+            range(1, 4 * MOST_RUNS),
+        )
+        assert len(sent_runs(long)["fc2_fprop"]) == MOST_RUNS
+        assert self.told(long, late) == f"they differ after more than {MOST_RUNS} ranges of T"
+        assert self.told(long, None).startswith("fc2_fprop at T = 1 to 1: ring_exchange on rank 2")
 
 
 class TestSpecs:

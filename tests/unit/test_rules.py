@@ -158,7 +158,7 @@ def test_without_communicators_every_token_count_fits() -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        (CommSpec("qkv_dgrad", "bulk", "ag", (60, 64), 3, torch.bfloat16), UBShapeError, ["tp = 3", "launch nothing"]),
+        (CommSpec("qkv_dgrad", "bulk", "ag", (60, 64), 3, torch.bfloat16), UBShapeError, ["tp = 3", "valid tp is 4"]),
         (
             CommSpec("fc2_fprop", "pipeline", "rs", (64, 40), 2, torch.bfloat16),
             UBAlignmentError,
@@ -182,7 +182,7 @@ def test_without_communicators_every_token_count_fits() -> None:
         (
             CommSpec("x", "pipeline", "rs", (64, 64), 2, torch.bfloat16, num_splits=0),
             UBShapeError,
-            ["num_splits = 0", "at least 1"],
+            ["num_splits = 0", "next valid value is 1"],
         ),
     ],
 )

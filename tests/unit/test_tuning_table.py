@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Callable
+import operator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ub_dynamic.errors import UBShapeError, UBUnsupportedError
@@ -58,9 +61,13 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path = TABLE.save(tmp_path / "table.json")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        replace(TABLE, rows=(replace(TABLE.rows[0], gemm_us=float("nan")),)).save(path)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        replace(TABLE, date=3j).save(path)  # type: ignore[arg-type]
     assert TuningTable.load(path) == TABLE
+
+
+def deep(levels: int) -> list[Any]:
+    return functools.reduce(lambda inner, _: [inner], range(levels), [])
 
 
 def change(*keys: Any, value: Any = None) -> Callable[[Any], None]:
@@ -81,19 +88,55 @@ def change(*keys: Any, value: Any = None) -> Callable[[Any], None]:
         (change("format", value="ub_dynamic tuning table 2"), "format is 'ub_dynamic tuning table 2', not '"),
         (change("format"), "format is None"),
         (change("hidden"), "a tuning table lacks 'hidden'"),
-        (change("tp", value="2"), "a tuning table: tp = '2' is no int"),
-        (change("tp", value=True), "tp = True is no int"),
-        (change("rows", value={}), "rows = {} is no list"),
+        (
+            change("tp", value="2"),
+            "a tuning table: tp = '2': it is an int from 1 to 2147483647; the next valid value is 1",
+        ),
+        (change("tp", value=True), "tp = True: it is an int"),
+        (change("tp", value=2**31), "tp = 2147483648: .*; the next valid value is 2147483647"),
+        (change("hidden", value=-4), "hidden = -4: .*; the next valid value is 1"),
+        (change("ffn", value=16384.0), "ffn = 16384.0: it is an int"),
+        (change("dtype", value=3), "dtype = 3: it is a string"),
+        (change("mode", value="2 gpus"), "a tuning table: mode = '2 gpus': it is 'cpu-mpi', 'one-gpu-N-ranks' or"),
+        (
+            change("rows", 1, "gemm", value="fc3"),
+            "row 1 .*: a policy names the unknown GEMM 'fc3'; known",
+        ),
+        (
+            change("rows", 2, "chosen", value={"method": "bulk"}),
+            "row 2 .*: fc1_fprop has no method 'bulk'; it has",
+        ),
+        (change("versions", value="2.11"), "versions = '2.11': it is an object, as in {}"),
+        (change("versions", "torch", value=2.11), "versions of a tuning table: torch = 2.11: it is a string"),
+        (change("rows", value={}), "rows = {}: it is a list"),
         (change("rows", value=[]), "at least one row"),
-        (change("rows", value=[3]), "row 0 of a tuning table is int, not an object"),
+        (change("rows", value=[3]), "row 0 of a tuning table is 3: it is an object"),
         (change("rows", 1, "chosen"), "row 1 of a tuning table lacks 'chosen'"),
-        (change("rows", 1, "chosen", "method"), "names its method"),
-        (change("rows", 0, "chosen", "method", value="magic"), "unknown overlap method 'magic'"),
+        (change("rows", 1, "chosen", "method"), "row 1 .*: chosen = {}: .* names its method: one of none, bulk"),
+        (change("rows", 1, "chosen", value="none"), "row 1 of a tuning table: chosen = 'none': it is an object"),
+        (change("rows", 0, "chosen", "method", value="magic"), "row 0 .*: chosen = .*: unknown overlap method 'magic'"),
+        (change("rows", 0, "chosen", "method", value=["none"]), "unknown overlap method"),
         (change("rows", 0, "chosen", "sms", value=3), "unknown overlap settings"),
-        (change("rows", 0, "tokens", value=0), "tokens = 0"),
+        (change("rows", 0, "chosen", "num_sm", value=deep(450)), "num_sm"),
+        (change("rows", 0, "tokens", value=0), "row 0 of a tuning table: tokens = 0: it is an int from 1"),
+        (change("rows", 0, "reason", value=[]), "row 0 of a tuning table: reason = .*: it is a string"),
         (change("rows", 0, "candidates", 0, "median_us"), "row 0 of a tuning table lacks 'median_us'"),
-        (change("rows", 0, "candidates", value=[None]), "a candidate of row 0 .* is NoneType"),
-        (change("rows", 0, "gemm_us", value="fast"), "gemm_us = 'fast' is no int or float"),
+        (
+            change("rows", 0, "candidates", value=[None]),
+            "candidate 0 of row 0 of a tuning table is None: it is an object",
+        ),
+        (change("rows", 2, "candidates", 1, "config", value=1), "candidate 1 of row 2 .*: config = 1: it is an object"),
+        (change("rows", 0, "candidates", 0, "spread_us", value=-1), "spread_us = -1: .* microseconds at least 0"),
+        (change("rows", 0, "candidates", 1, "median_us", value=float("nan")), "candidate 1 of row 0 .*median_us = nan"),
+        (change("rows", 0, "candidates", 1, "median_us", value=10**400), "candidate 1 of row 0 .*median_us = 1000"),
+        (change("rows", 0, "gemm_us", value="fast"), "gemm_us = 'fast': it is a number of microseconds above 0"),
+        (change("rows", 0, "gemm_us", value=float("nan")), "row 0 of a tuning table: gemm_us = nan"),
+        (
+            change("rows", 0, "gemm_us", value=-3.0),
+            "gemm_us = -3.0: it is a number of microseconds above 0, as in 12.5",
+        ),
+        (change("rows", 0, "gemm_us", value=float("inf")), "gemm_us = inf"),
+        (change("rows", 0, "gemm_us", value=False), "gemm_us = False"),
         (change("rows", 0, "tokens", value=1024), "two rows for fc2_fprop at T = 1024"),
     ],
 )
@@ -108,7 +151,14 @@ def test_a_broken_table_says_what_is_wrong(tmp_path: Path, act: Callable[[Any], 
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b'{"format"', "is no JSON"), (b"\xff\xfe\x00", "is no JSON"), (b"[1]", "format is 'list'")]
+    ("content", "words"),
+    [
+        (b'{"format"', "is no JSON"),
+        (b"\xff\xfe\x00", "is no JSON"),
+        (b"[1]", "format is 'list'"),
+        (b"[" * 100_000, "nests objects without end"),
+        (b'{"tp": ' + 5000 * b"9" + b"}", "is no JSON: .*digits"),
+    ],
 )
 def test_no_table_at_all(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "table.json"
@@ -117,6 +167,44 @@ def test_no_table_at_all(tmp_path: Path, content: bytes, words: str) -> None:
     path.write_bytes(content)
     with pytest.raises(UBUnsupportedError, match=words):
         TuningTable.load(path)
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=4) | st.just("none"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def places(data: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in ``data``."""
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inside:
+        yield (*before, key)
+        yield from places(value, (*before, key))
+
+
+@given(st.sampled_from(list(places(TABLE.to_json()))), JSON)
+@example(("machine",), "x" * 10**6)
+def test_any_value_in_any_place_gives_a_table_or_the_error(place: tuple[Any, ...], value: Any) -> None:
+    data = TABLE.to_json()
+    owner = functools.reduce(operator.getitem, place[:-1], data)
+    owner[place[-1]] = value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "table.json")
+        path.write_text(json.dumps(data))
+        try:
+            table = TuningTable.load(path)
+        except UBUnsupportedError as error:
+            refusal = str(error)
+        else:
+            refusal = ""
+        if refusal:
+            assert str(path) in refusal and len(refusal) < 1000
+            return
+        policy = table.policy()  # what is read can be used, and written again
+        assert policy.digest() and policy.choices(1)
+        assert TuningTable.load(table.save(path)) == table
 
 
 class TestElsewhere:

@@ -58,7 +58,7 @@ def _lines(path: Path, field: str) -> Iterator[tuple[Integers, int]]:
             try:
                 lengths = np.array(parse(lines), np.int64)
                 valid = len(lengths) == len(lines) and lengths.min() >= 0 and lengths.max() <= _LARGEST
-            except (ValueError, KeyError, TypeError, OverflowError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 valid = False
             if not valid:  # an empty line, or a wrong one
                 lengths = _with_care(path, lines, number, parse)
@@ -68,6 +68,8 @@ def _lines(path: Path, field: str) -> Iterator[tuple[Integers, int]]:
 
 
 def _numbers(lines: Sequence[bytes]) -> list[int]:
+    if b"_" in b"".join(lines):  # which int passes over
+        raise ValueError
     return list(map(int, lines))
 
 
@@ -94,7 +96,7 @@ def _with_care(path: Path, lines: Sequence[bytes], first: int, parse: Parse) -> 
         except KeyError as error:
             known = ", ".join(json.loads(line))
             raise UBShapeError(f"{where}: there is no field {error}; it has {known}") from None
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise UBShapeError(f"{where}: {_shown(line)} is no length, {_what(parse)}") from None
         lengths.append(_checked(length, where))
     return np.array(lengths, np.int64)

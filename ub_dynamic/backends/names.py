@@ -6,9 +6,9 @@ Source: ``initialize_ub`` in Transformer Engine's ``pytorch/module/base.py`` (2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -154,17 +154,36 @@ def overlap_specs(configured: Mapping[str, CommSpec], gemm: str, config: Overlap
     ``config`` has none. Raises :class:`UBUnsupportedError` for a GEMM or method that TE's modules do not have, and what
     :func:`~ub_dynamic.rules.check_spec` refuses.
     """
-    if gemm not in GEMM_METHODS or gemm not in configured:
-        known = ", ".join(name for name in GEMM_METHODS if name in configured)
-        raise UBUnsupportedError(f"a policy names the unknown GEMM {gemm!r}; known are {known}")
-    if config.method not in GEMM_METHODS[gemm]:
-        raise UBUnsupportedError(f"{gemm} has no method {config.method!r}; it has {', '.join(GEMM_METHODS[gemm])}")
+    _check_choice(gemm, config, [name for name in GEMM_METHODS if name in configured])
     base = configured[gemm]
     specs = {gemm: None if config.method == "none" else _alternative(base, base, config)}
     if wgrad := DGRAD_REDUCE_SCATTER.get(gemm):
         like = configured.get(wgrad) or replace(base, name=wgrad, method="ring_exchange")
         specs[wgrad] = _alternative(like, base, config) if config.method == "bulk" else None
     return specs
+
+
+def check_choices(alternatives: Mapping[str, Iterable[OverlapConfig]]) -> None:
+    """Raise :class:`UBUnsupportedError` for a GEMM, method or setting that TE's modules do not have at any size."""
+    for gemm, configs in alternatives.items():
+        for config in configs:
+            _check_choice(gemm, config, list(GEMM_METHODS))
+
+
+def _check_choice(gemm: str, config: OverlapConfig, known: Sequence[str]) -> None:
+    if gemm not in known:
+        raise UBUnsupportedError(f"a policy names the unknown GEMM {gemm!r}; known are {', '.join(known)}")
+    if config.method not in GEMM_METHODS[gemm]:
+        raise UBUnsupportedError(f"{gemm} has no method {config.method!r}; it has {', '.join(GEMM_METHODS[gemm])}")
+    if config.aggregate and (LAYERS[gemm][1] == "rs" or gemm in DGRAD_REDUCE_SCATTER):
+        _refuse_aggregate(gemm)
+
+
+def _refuse_aggregate(name: str) -> NoReturn:
+    raise UBUnsupportedError(
+        f"{name}: aggregate = True is a setting of ring all-gathers, not of reduce-scatters; the next valid value is "
+        "False"
+    )
 
 
 def _alternative(like: CommSpec, base: CommSpec, config: OverlapConfig) -> CommSpec:
@@ -175,7 +194,7 @@ def _alternative(like: CommSpec, base: CommSpec, config: OverlapConfig) -> CommS
         fresh = _spec(like.name, base.capacity, base.tp, base.dtype, {"method": config.method, **settings})
         spec = replace(fresh, name=f"{like.name} ({config.method})")
     if spec.aggregate and spec.collective == "rs":
-        raise UBUnsupportedError(f"{like.name}: aggregate is a setting of ring all-gathers, not of reduce-scatters")
+        _refuse_aggregate(like.name)
     check_spec(spec)
     return spec
 

@@ -24,12 +24,17 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     report.progress(len(LAYERS), len(LAYERS), "done")
 
 
+def lengths_of(capacity: int, tp: int) -> list[int]:
+    """Every T that is captured and replayed."""
+    return [capacity, capacity // 2, capacity // 8 + tp, 8 * tp]
+
+
 def _one_layer(bench: TEWorld, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from ..backends.te.graphs import GraphedMicrobatches
     from ..testing.te_layers import KINDS, OVERLAPS, build, collect, differing, random_input, random_tensor, step
 
     world, capacity, hidden = bench.world, options["capacity"], options["hidden"]
-    lengths = [capacity, capacity // 2, capacity // 8 + world.size, 8 * world.size]
+    lengths = lengths_of(capacity, world.size)
     kind, overlap = KINDS[name], OVERLAPS["default"]
     manager = bench.initialize(capacity, hidden)
     layer = build(kind, overlap, hidden, world)

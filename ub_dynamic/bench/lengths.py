@@ -17,7 +17,7 @@ from .interleave import is_over, ratio, rounds_of, slowest
 from .operations import any_method_multiple
 from .report import Budget, Report
 from .tp_step import Factory, factory_of, supported
-from .workloads import DISTRIBUTIONS, microbatches, read_lengths
+from .workloads import DISTRIBUTIONS, microbatches
 from .worlds import World
 
 ARMS = ("dynamic", "pad", "none", "policy")
@@ -48,7 +48,10 @@ def workloads_of(options: Mapping[str, Any], tp: int) -> dict[str, list[int]]:
         name: DISTRIBUTIONS[name].draw(64 * options["count"], options["seed"]) for name in options["distributions"]
     }
     if options.get("file"):
-        lengths[Path(options["file"]).name] = read_lengths(Path(options["file"]))
+        from ..advise.reading import read_lengths
+
+        file = Path(options["file"])
+        lengths[file.name] = [length for block in read_lengths(file) for length in block.tolist()]
     return {
         name: microbatches(found, capacity, tp, multiple=multiple, documents=options.get("documents"))[
             : options["count"]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import UBStateError
 from ..manager import Manager
 from ..overlap import OverlapConfig
@@ -62,13 +64,17 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
 
 def load_policy(world: World, options: Mapping[str, Any]) -> Policy | None:
     """That of the table at ``options["policy"]``; None without one. ``force``: also a table of another machine."""
+    return table_policy(options, tp=world.size, dtype=world.dtype, mode=world.mode)
+
+
+def table_policy(options: Mapping[str, Any], *, tp: int, dtype: torch.dtype, mode: str) -> Policy | None:
+    """:func:`load_policy` for ranks that are still to be started."""
     if not options.get("policy"):
         return None
     from ..tuning_table import TuningTable
 
     table = TuningTable.load(Path(options["policy"]), force=options.get("force", False))
-    dtype = str(world.dtype).removeprefix("torch.")
-    table.check_fits(tp=world.size, hidden=options["hidden"], dtype=dtype, mode=world.mode)
+    table.check_fits(tp=tp, hidden=options["hidden"], dtype=str(dtype).removeprefix("torch."), mode=mode)
     return table.policy()
 
 

@@ -97,7 +97,11 @@ def check_sizes(hidden: int, ffn: int, tp: int) -> None:
 def buckets(first: int, last: int, multiple: int) -> tuple[int, ...]:
     """Powers of two from ``first`` to ``last`` and both ends, each rounded up to ``multiple`` (the last one down)."""
     if not 0 < first <= last:
-        raise UBShapeError(f"tokens {first}:{last}: the first must be positive and at most the last")
+        least = max(first, 1)
+        raise UBShapeError(
+            f"tokens {first}:{last}: the first must be positive and at most the last; the next valid value is "
+            f"{least}:{max(least, last)}"
+        )
     if last < multiple:
         raise UBShapeError(f"tokens {first}:{last}: no multiple of {multiple} is that small; the next is {multiple}")
     powers = [1 << bit for bit in range(last.bit_length()) if first < 1 << bit < last]

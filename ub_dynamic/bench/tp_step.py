@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..errors import UBUnsupportedError
+from ..errors import UBShapeError, UBUnsupportedError
 from ..policy import Policy
+from ..testing.te_layers import attention_heads
 from .interleave import interleaved, ratio, slowest
 from .report import Budget, Report
 from .worlds import HostWorld, TEWorld, World, refusal
@@ -57,9 +58,8 @@ def factory_of(world: World, options: Mapping[str, Any], policy: Policy | None) 
     from .te_steps import TEFactory
 
     assert isinstance(world, TEWorld)
-    if ffn != 4 * hidden:
-        raise UBUnsupportedError(f"TE's layers are measured with ffn = 4 H = {4 * hidden} here, not {ffn}")
     layer = options.get("layer", "te.LayerNormMLP")
+    check_te_layer(layer, hidden, ffn, world.size)
     return TEFactory(world.world, capacity, hidden, layer, "none" in options["arms"], policy)
 
 
@@ -67,14 +67,45 @@ def supported(world: World, arms: Sequence[str], policy: Policy | None, report: 
     """The arms that this world can compare; the others are refused with the reason."""
     found = []
     for arm in arms:
-        reason = refusal(world.mode, arm)
-        if arm == "policy" and policy is None:
-            reason = "policy: there is no table; --policy FILE gives one"
+        reason = not_comparable(world.mode, arm, policy)
         if reason is None:
             found.append(arm)
         else:
             report.refused(reason)
     return tuple(found)
+
+
+def not_comparable(mode: str, arm: str, policy: Policy | None) -> str | None:
+    """Why an arm is left out, or None."""
+    if arm == "policy" and policy is None:
+        return "policy: there is no table; --policy FILE gives one"
+    return refusal(mode, arm)
+
+
+def check_arms(bench: str, arms: Sequence[str]) -> None:
+    """Raise :class:`UBShapeError` unless the arms that are left can be compared by ``bench``."""
+    if bench == "lengths":
+        alone = "dynamic" not in arms and ("pad" in arms or not arms)
+    else:
+        alone = not set(arms) - {*_APART} or ("rebuild" in arms and not {"dynamic", "exact"} & {*arms})
+    if alone:
+        raise UBShapeError(
+            f"arms = {','.join(arms) or 'none that can be compared here'}: they are compared with dynamic; the next "
+            f"valid value is {','.join(['dynamic', *arms])}"
+        )
+
+
+def check_te_layer(layer: str, hidden: int, ffn: int, tp: int) -> None:
+    """Raise :class:`UBUnsupportedError` or :class:`UBShapeError` for sizes that TE's ``layer`` is not measured with."""
+    if ffn != 4 * hidden:
+        raise UBUnsupportedError(f"TE's layers are measured with ffn = 4 H = {4 * hidden} here, not {ffn}")
+    heads = attention_heads(hidden)
+    if layer == "te.TransformerLayer" and (hidden % heads or heads % tp):
+        unit = 64 * tp
+        raise UBShapeError(
+            f"hidden = {hidden}: its {heads} attention heads cannot be cut for tp = {tp}; the next valid value is "
+            f"{max(-(-hidden // unit) * unit, 512)}"
+        )
 
 
 def measure(world: World, options: Mapping[str, Any], report: Report) -> None:

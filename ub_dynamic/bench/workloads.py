@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Document lengths: four distributions with published statistics, or a file with one length a line.
+"""Document lengths: four distributions with published statistics, and the microbatches that lengths make.
 
 Each is a log-normal that reproduces the published numbers named here. The sources publish no shape: the log-normal, and
 its sigma of 1 where a source gives a mean alone, are assumptions of this module, as are 4 bytes a token where a source
-counts bytes. ``--file`` takes the lengths of a real job instead. Lengths are cropped to the capacity.
+counts bytes. ``--file`` takes the lengths of a real job instead (:mod:`ub_dynamic.advise.reading`). Lengths are cropped
+to the capacity.
 
 ==============  =====================================================================================================
 name            published statistics that it reproduces
@@ -22,9 +23,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..errors import UBShapeError
 from ..planning import plan_fixed_count, plan_microbatches
 
 
@@ -59,20 +58,6 @@ DISTRIBUTIONS: dict[str, LogNormal] = {
     "arxiv": LogNormal.of_mean(46.61 * 1024 / _BYTES_A_TOKEN, 1.0),
     "longalign": LogNormal.of_range(8 * 1024, 64 * 1024),
 }
-
-
-def read_lengths(path: Path) -> list[int]:
-    """One positive whole number a line; empty lines are skipped. :class:`UBShapeError` names the first bad line."""
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not (word := line.strip()):
-            continue
-        if not word.isdigit() or int(word) < 1:
-            raise UBShapeError(f"{path}:{number}: {word!r} is not a positive whole number of tokens")
-        found.append(int(word))
-    if not found:
-        raise UBShapeError(f"{path} holds no length")
-    return found
 
 
 def microbatches(

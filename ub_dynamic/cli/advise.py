@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ..errors import UBDynamicError
 from .pictures import PictureFile
+from .tables import show_table
 
 if TYPE_CHECKING:
     from ..advise import Distribution, Report, Workload
@@ -159,9 +158,5 @@ def _show(console: Console, found: Report, advice: list[str], predicted_by: str)
 
 
 def _table(console: Console, title: str, rows: list[dict[str, Any]], shown: Any) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "shapes" else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(shown, row.values()))
-    console.print(table)
+    cells = [list(map(shown, row.values())) for row in rows]
+    show_table(console, list(rows[0]), cells, left=("shapes",), title=title)

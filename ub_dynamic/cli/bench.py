@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from ..bench.benches import BENCHES
 from ..bench.lengths import ARMS as LENGTH_ARMS
@@ -28,11 +26,13 @@ from .measuring import (
     Tokens,
     Watched,
     check_backend,
+    checked,
     gemm_names,
     names,
     sizes,
     token_list,
 )
+from .tables import show_table
 
 bench = typer.Typer(
     help="Measure on CPU ranks (--backend host), ranks that share one GPU, or one rank a GPU (--backend te).\n\n"
@@ -115,8 +115,6 @@ def tp_step(
     """
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
     found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks, options["hidden"])
-    if found[-1] > options["capacity"]:
-        raise typer.BadParameter(f"{found[-1]} is above the capacity of {options['capacity']}", param_hint="--tokens")
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
     _measure("tp-step", options, backend, ranks, seconds, json)
 
@@ -210,6 +208,7 @@ def _measure(
     name: str, options: Mapping[str, Any], backend: str, ranks: int, seconds: float, json: Path | None
 ) -> None:
     chosen = check_backend(backend)
+    checked(f"bench {name}", name, options, chosen, ranks)
     watched = Watched(f"bench {name}")
     ended = watched.run(name, options, chosen, ranks, seconds)
     figures = {**BENCHES[name].figures(ended.rows), **({"failed_starts": 1} if ended.status else {})}
@@ -230,14 +229,10 @@ def _show(watched: Watched, rows: Sequence[Mapping[str, Any]], figures: Mapping[
     """The rows, without columns that are the same in all of them, and the figures."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     same = {key for key in columns if len({str(row.get(key)) for row in rows}) == 1}
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     shown = [key for key in columns if key not in same | _KEPT_TO_FILE and not key.endswith(_LEFT_OUT)]
-    for column in shown:
-        table.add_column(column.replace("_", " "), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in shown))
     if len(rows) > 1:
-        watched.console.print(table)
+        cells = [[_cell(row.get(column)) for column in shown] for row in rows]
+        show_table(watched.console, [column.replace("_", " ") for column in shown], cells)
     for key, value in figures.items():
         watched.console.print(f"{key}: {value:.4g}", highlight=False)
 

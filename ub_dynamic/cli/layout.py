@@ -8,15 +8,14 @@ from typing import Annotated, cast
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ..errors import UBDynamicError
 from ..rules import check_spec, check_tokens, token_rule
 from ..shapes import COLLECTIVES, METHODS, ChunkLayout, Collective, CommSpec, Method
 from .layout_words import role, title
 from .pictures import PictureFile
+from .tables import show_table
 
 _DTYPES = ("bfloat16", "float16", "float32", "uint8")
 
@@ -95,13 +94,12 @@ def _refusal(spec: CommSpec, tokens: int) -> str | None:
 
 
 def _show(console: Console, found: ChunkLayout) -> None:
-    table = Table(title=title(found), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in ("chunk", "holds", "rows", "columns", "offset", "byte offset", "bytes"):
-        table.add_column(column, justify="left" if column == "holds" else "right", overflow="fold")
+    columns = ("chunk", "holds", "rows", "columns", "offset", "byte offset", "bytes")
+    rows = []
     for chunk in found.chunks:
         numbers = (chunk.rows, chunk.columns, chunk.offset, chunk.offset_bytes, chunk.nbytes)
-        table.add_row(str(chunk.index), role(chunk, found), *(f"{number:,}" for number in numbers))
-    console.print(table)
+        rows.append((str(chunk.index), role(chunk, found), *(f"{number:,}" for number in numbers)))
+    show_table(console, columns, rows, left=("holds",), title=title(found))
     share = 100 * found.nbytes / found.capacity_nbytes
     console.print(
         f"View {list(found.view_shape)}. {found.nbytes:,} of {found.capacity_nbytes:,} registered bytes "

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..bench.asked import check_asked
 from ..bench.benches import BENCHES
 from ..bench.operations import GEMMS, any_method_multiple, buckets
 from ..bench.start import Ended, mode_of, run
@@ -32,14 +34,29 @@ Tokens = Annotated[
     typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096; default 512:16384 on "
                       "GPUs, 64:512 on the host"),
 ]  # fmt: skip
+_WHOLE = re.compile("[0-9]{1,18}")  # str.isdigit takes digits that int does not
 Seconds = Annotated[float, typer.Option(min=1, help="Time to measure in, without starting the ranks")]
+
+
+def refuse(title: str, reason: object) -> NoReturn:
+    """Say in one line what is wrong with the input, and exit 2."""
+    typer.echo(f"{title}: {reason}", err=True)
+    raise typer.Exit(2)
 
 
 def check_backend(name: str) -> BackendName:
     """``name`` as a backend, or a usage error."""
     if name not in ("host", "te"):
-        raise typer.BadParameter(f"{name!r} is neither host nor te", param_hint="--backend")
+        refuse("--backend", f"{name!r} is neither host nor te")
     return cast(BackendName, name)
+
+
+def checked(title: str, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int) -> None:
+    """Refuse, before any rank is started, what the measurement ``name`` could not do with these options."""
+    try:
+        check_asked(name, options, backend, ranks)
+    except (UBDynamicError, OSError) as error:
+        refuse(title, error)
 
 
 def sizes(backend: str, hidden: int | None, ffn: int | None) -> tuple[int, int]:
@@ -51,8 +68,8 @@ def sizes(backend: str, hidden: int | None, ffn: int | None) -> tuple[int, int]:
 def token_range(text: str | None, backend: str) -> tuple[int, int]:
     """The ends of ``FIRST:LAST``."""
     words = (text or ("512:16384" if backend == "te" else "64:512")).split(":")
-    if len(words) != 2 or not all(word.strip().isdigit() for word in words):
-        raise typer.BadParameter(f"{text!r} is not FIRST:LAST, as in 512:16384", param_hint="--tokens")
+    if len(words) != 2 or not all(_WHOLE.fullmatch(word.strip()) for word in words):
+        refuse("--tokens", f"{text!r} is not FIRST:LAST in the digits 0 to 9, as in 512:16384")
     return int(words[0]), int(words[1])
 
 
@@ -60,19 +77,29 @@ def token_list(text: str | None, backend: str, tp: int, hidden: int) -> list[int
     """Every T of ``FIRST:LAST`` or of a list, each rounded up to a T that every method takes."""
     multiple = any_method_multiple(hidden, tp)
     if text is None or ":" in text:
-        return list(buckets(*token_range(text, backend), multiple))
+        try:
+            return list(buckets(*token_range(text, backend), multiple))
+        except UBDynamicError as error:
+            refuse("--tokens", error)
     words = [word for word in text.replace(",", " ").split() if word]
-    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
-        raise typer.BadParameter(f"{text!r} is not a list of T, as in 512,1024", param_hint="--tokens")
+    if not words:
+        refuse("--tokens", f"{text!r} holds no T: it is a list, as in 512,1024")
+    for word in words:
+        if not _WHOLE.fullmatch(word):
+            refuse("--tokens", f"{word!r} of {text!r} is not a T in the digits 0 to 9, as in 512,1024")
+        if int(word) < 1:
+            refuse("--tokens", f"T = {word} must be positive; the next valid value is {multiple}")
     return sorted({-(-int(word) // multiple) * multiple for word in words})
 
 
 def names(text: str | None, known: Mapping[str, Any] | tuple[str, ...], option: str) -> list[str]:
     """A list of words, each of which is known; all of them without one."""
-    chosen = [word for word in (text or ",".join(known)).replace(",", " ").split() if word]
+    chosen = [word for word in (",".join(known) if text is None else text).replace(",", " ").split() if word]
     if unknown := [word for word in chosen if word not in known]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option)
-    return chosen
+        refuse(option, f"{unknown[0]!r} is not one of {', '.join(known)}")
+    if not chosen:
+        refuse(option, f"{text!r} names nothing; it takes {', '.join(known)}")
+    return list(dict.fromkeys(chosen))
 
 
 def gemm_names(text: str | None) -> list[str]:
@@ -141,8 +168,6 @@ class Watched:
 
 def json_file(path: Path | None) -> Path | None:
     """Check the name of a result file before anything is measured."""
-    import re
-
     if path is None:
         return None
     if path.suffix != ".json" or not re.fullmatch(r"[a-z0-9_]+", path.stem):

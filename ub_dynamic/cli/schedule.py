@@ -6,15 +6,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ..errors import UBDynamicError
 from ..pipeline import BlockRoutes
 from ..pipeline.schedules import ScheduleName
 from ..pipeline.timeline import Timeline, timeline, token_cost, unit_cost
 from .pictures import PictureFile
+from .tables import show_table
 
 
 def schedule(
@@ -88,23 +87,15 @@ def _routes(text: str, pp: int, vpp: int, cache: bool) -> BlockRoutes:
 
 
 def _show(console: Console, found: Timeline, title: str) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in ("rank", "stages", "forwards first", "passes", "busy", "idle", "held at most"):
-        table.add_column(column, justify="left" if column == "stages" else "right")
+    columns = ("rank", "stages", "forwards first", "passes", "busy", "idle", "held at most")
+    rows = []
     for rank in range(found.pp):
         bars = found.of_rank(rank)
         stages = ", ".join(str(chunk * found.pp + rank) for chunk in range(found.vpp))
         first = next((i for i, bar in enumerate(bars) if bar.action.kind == "backward"), len(bars))
-        table.add_row(
-            str(rank),
-            stages,
-            str(first),
-            str(len(bars)),
-            f"{found.busy(rank):.4g}",
-            f"{100 * found.bubble(rank):.1f} %",
-            str(found.peak_in_flight(rank)),
-        )
-    console.print(table)
+        idle, held = f"{100 * found.bubble(rank):.1f} %", str(found.peak_in_flight(rank))
+        rows.append((str(rank), stages, str(first), str(len(bars)), f"{found.busy(rank):.4g}", idle, held))
+    show_table(console, columns, rows, left=("stages",), title=title)
     console.print(
         f"{found.duration:.4g} times an average forward in all. Held: microbatches whose forward is done and whose "
         "backward is not, over the chunks of a rank.",

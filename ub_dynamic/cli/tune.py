@@ -4,19 +4,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from ..bench.operations import check_sizes
 from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
 from ..errors import UBDynamicError
 from ..tuning_table import TuningRow
-from .measuring import Backend, Ffn, Hidden, Tokens, Watched, check_backend, gemm_names, sizes, token_range
+from .measuring import (
+    Backend,
+    Ffn,
+    Hidden,
+    Tokens,
+    Watched,
+    check_backend,
+    checked,
+    gemm_names,
+    refuse,
+    sizes,
+    token_range,
+)
 from .pictures import PictureFile
+from .tables import show_table
 
 
 def tune(
@@ -43,16 +53,6 @@ def tune(
     chosen = check_backend(backend)
     size, between = sizes(chosen, hidden, ffn)
     first, last = token_range(tokens, chosen)
-    try:
-        check_sizes(size, between, tp)
-        dtype = "bfloat16" if chosen == "te" else "float32"
-        growing = GrowingTable(out, header(tp, size, between, dtype, mode_of(chosen, tp)), restart)
-    except UBDynamicError as error:
-        typer.echo(f"tune: {error}", err=True)
-        raise typer.Exit(2) from error
-    watched = Watched("tune", on_row=growing.take)
-    if growing.done:
-        watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
     options = {
         "hidden": size,
         "ffn": between,
@@ -60,9 +60,17 @@ def tune(
         "last": last,
         "gemms": gemm_names(gemms),
         "seconds": seconds,
-        "done": growing.done,
     }
-    ended = watched.run("tune", options, chosen, tp, seconds)
+    checked("tune", "tune", options, chosen, tp)
+    try:
+        dtype = "bfloat16" if chosen == "te" else "float32"
+        growing = GrowingTable(out, header(tp, size, between, dtype, mode_of(chosen, tp)), restart)
+    except UBDynamicError as error:
+        refuse("tune", error)
+    watched = Watched("tune", on_row=growing.take)
+    if growing.done:
+        watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
+    ended = watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
@@ -76,25 +84,14 @@ def tune(
 
 
 def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column in ("GEMM", "T", "chosen", "us", "over default", "over GEMM alone", "why"):
-        left = column in ("GEMM", "chosen", "why")
-        justify: Any = "left" if left else "right"
-        table.add_column(
-            column, justify=justify, overflow="ellipsis" if column == "why" else "fold", no_wrap=column == "why"
-        )
+    columns = ("GEMM", "T", "chosen", "us", "over default", "over GEMM alone", "why")
+    cells = []
     for row in rows:
         mine, default = chosen_us(row), default_us(row)
-        table.add_row(
-            row.gemm,
-            str(row.tokens),
-            str(row.chosen),
-            _number(mine, "{:.1f}"),
-            _number(mine / default if mine and default else None, "{:.3f}"),
-            _number(mine / row.gemm_us if mine and row.gemm_us else None, "{:.3f}"),
-            row.reason,
-        )
-    watched.console.print(table)
+        over = _number(mine / default if mine and default else None, "{:.3f}")
+        limit = _number(mine / row.gemm_us if mine and row.gemm_us else None, "{:.3f}")
+        cells.append((row.gemm, str(row.tokens), str(row.chosen), _number(mine, "{:.1f}"), over, limit, row.reason))
+    show_table(watched.console, columns, cells, left=("GEMM", "chosen"), shrinks="why")
 
 
 def _number(value: float | None, form: str) -> str:

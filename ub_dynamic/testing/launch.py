@@ -2,7 +2,8 @@
 """Start a program on several ranks, wait for it with a timeout, and leave no process behind.
 
 Works with MPICH, Open MPI and torchrun. MPICH's Hydra gives every rank a session of its own, so a process
-group is not enough to find them all; each run is marked instead (`marked.py`).
+group is not enough to find them all; each run is marked instead (`marked.py`). A keeper (`mps.py`) ends a run whose
+starter is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from .marked import kill_marked, marked_pids, new_mark
+from .mps import Keeper
 
 Launcher = Literal["mpirun", "torchrun"]
 
@@ -95,22 +97,28 @@ def start_ranks(
 
 
 class RankRun:
-    """A run under way: its output in files, and every process that belongs to it."""
+    """A run under way: its output in files, and every process that belongs to it. It ends with this process, also if
+    that is killed."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | Path | None) -> None:
         self.command = tuple(command)
         self.mark = new_mark()
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._start = time.monotonic()
-        self._process = subprocess.Popen(
-            self.command,
-            env={**os.environ, **env, **self.mark},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=self._err,
-            start_new_session=True,
-        )
+        self._keeper = Keeper(self.mark)
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **env, **self.mark},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._keeper.close()
+            raise
 
     def __enter__(self) -> RankRun:
         return self
@@ -120,6 +128,7 @@ class RankRun:
 
     def close(self) -> None:
         self.kill()
+        self._keeper.close()
         self._out.close()
         self._err.close()
 

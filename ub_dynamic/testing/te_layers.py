@@ -156,12 +156,17 @@ def layernorm_mlp(hidden: int, world: World, flags: Mapping[str, bool], **more: 
     )
 
 
+def attention_heads(hidden: int) -> int:
+    """Of a ``te.TransformerLayer``."""
+    return max(8, hidden // 64)
+
+
 def transformer_layer(hidden: int, world: World, flags: Mapping[str, bool], **more: Any) -> torch.nn.Module:
     """``te.TransformerLayer`` without dropout; ``flags`` as for the other layers."""
     import transformer_engine.pytorch as te
 
     chosen: dict[str, Any] = {
-        "num_attention_heads": max(8, hidden // 64),
+        "num_attention_heads": attention_heads(hidden),
         "ffn_hidden_size": 4 * hidden,
         **more,
     }

@@ -115,7 +115,7 @@ def arrange(alternatives: Alternatives, cfgs: Cfgs | None, capacity: Shape, tp: 
     if regions > MAX_REGIONS:
         raise UBCapacityError(
             f"the policy takes {len(further)} communicators beside TE's own, {regions} in all, and TE registers at "
-            f"most {MAX_REGIONS} buffers a process"
+            f"most {MAX_REGIONS} buffers a process; leave GEMMs of {regions - MAX_REGIONS} of them to one method"
         )
     return Arrangement(gemms, specs, cfgs, ub_cfgs, tuple(further))
 
@@ -158,7 +158,10 @@ def check(gemm: str, config: OverlapConfig, specs: Mapping[str, CommSpec]) -> No
     overlap_specs(specs, gemm, config)
     refuse_pipelined_dgrad(False, {gemm: {"method": config.method}})
     if config.num_sm is not None and config.num_sm > MAX_SMS:
-        raise UBShapeError(f"{gemm}: num_sm = {config.num_sm}, but TE's kernels take at most {MAX_SMS}")
+        raise UBShapeError(
+            f"{gemm}: num_sm = {config.num_sm}, but TE's kernels take at most {MAX_SMS}; the next valid value "
+            f"is {MAX_SMS}"
+        )
 
 
 def _gemm(name: str, configs: tuple[OverlapConfig, ...], cfgs: Cfgs, specs: Mapping[str, CommSpec]) -> Gemm:

@@ -135,13 +135,15 @@ class Plans:
         made = self._made[gemm.communicator(config.method)]
         if config.num_splits is not None and config.num_splits > gemm.splits:
             raise UBShapeError(
-                f"{name}: num_splits = {config.num_splits}, but its communicator was made for at most {gemm.splits}"
+                f"{name}: num_splits = {config.num_splits}, but its communicator was made for at most {gemm.splits}; "
+                f"the next valid value is {gemm.splits}"
             )
         if config.first_gemm is not None and made.first_gemm == _LEAVE:
             raise UBUnsupportedError(f"{name}: this Transformer Engine has no pipeline_rs_overlap_first_gemm")
         if made.setting(te_words(config))[3] < 1:
             raise UBShapeError(
-                f"{name}: num_sm = {config.num_sm} leaves the GEMM no multiprocessor of {made.math_sms + made.num_sm}"
+                f"{name}: num_sm = {config.num_sm} leaves the GEMM no multiprocessor of {made.math_sms + made.num_sm}; "
+                f"the next valid value is {made.math_sms + made.num_sm - 1}"
             )
 
     def _settings(self, gemm: Gemm, config: OverlapConfig | None) -> list[tuple[int, ...]]:

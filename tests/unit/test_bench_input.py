@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `bench` and `tune` refuse bad input in one line, before any rank is started or any file is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ub_dynamic.bench import asked, tp_step
+from ub_dynamic.bench.asked import check_asked
+from ub_dynamic.bench.benches import BENCHES
+from ub_dynamic.bench.start import Ended
+from ub_dynamic.cli import measuring
+from ub_dynamic.cli.app import app
+from ub_dynamic.errors import UBDynamicError, UBShapeError, UBUnsupportedError
+from ub_dynamic.overlap import OverlapConfig
+from ub_dynamic.tuning_table import TuningRow, TuningTable, these_versions, this_machine
+
+TABLE = TuningTable(
+    machine=this_machine(),
+    versions=these_versions(),
+    tp=2,
+    hidden=256,
+    ffn=1024,
+    dtype="float32",
+    mode="cpu-mpi",
+    date="today",
+    command="tune",
+    rows=(TuningRow("fc2_fprop", 64, OverlapConfig("none"), "so"),),
+)
+
+
+class Started(Exception):
+    """A rank would be started."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(*_: Any, **__: Any) -> Ended:
+        raise Started
+
+    monkeypatch.setattr(measuring, "run", run)
+    monkeypatch.setattr(asked, "mode_of", lambda backend, ranks: "cpu-mpi" if backend == "host" else f"{ranks}-gpus")
+    monkeypatch.setattr(measuring, "mode_of", asked.mode_of)
+    monkeypatch.setattr("ub_dynamic.cli.tune.mode_of", asked.mode_of)
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text('{"format": 1}')
+    Path("lengths").write_text("12\n²\n")
+    Path("negative").write_text("12\n-1\n")
+    Path("zeros").write_text("0\n0\n")
+    TABLE.save("table.json")
+    replace(TABLE, hidden=512).save("other.json")
+    replace(TABLE, rows=(TuningRow("fc3", 64, OverlapConfig("none"), "so"),)).save("gemm.json")
+
+
+def command(*words: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(words))
+
+
+REFUSED = [
+    ("bench op --backend mpi", "--backend: 'mpi' is neither host nor te"),
+    ("bench op --gemms fc3", "--gemms: 'fc3' is not one of fc1_fprop"),
+    ("bench op --gemms ,", "--gemms: ',' names nothing; it takes fc1_fprop"),
+    ("bench op --tokens a:b", "not FIRST:LAST"),
+    ("bench op --tokens 512:64", "first must be positive and at most the last; the next valid value is 512:512"),
+    ("bench op --tokens 0:64", "the next valid value is 1:64"),
+    ("bench op --tokens 1:1", "no multiple of 2 is that small; the next is 2"),
+    ("bench op --tokens 0,64", "T = 0 must be positive; the next valid value is 2"),
+    ("bench op --tokens 64,5²", "'5²' of '64,5²' is not a T in the digits 0 to 9"),
+    ("bench op --tokens ²:64", "'²:64' is not FIRST:LAST in the digits 0 to 9"),
+    ("bench op --tokens ,", "holds no T: it is a list, as in 512,1024"),
+    ("bench op --tokens 999999999999", "the largest valid capacity is [8388606, 256]"),
+    ("bench op --hidden 40", "H = 40 must be a multiple of 8 * num_splits = 32; the next valid H is 64"),
+    ("bench op --ranks 3", "tp = 3, but its kernels exist for tp in (2, 4, 8, 16, 32)"),
+    ("bench op --ffn 1025", "ffn = 1025 must be a positive multiple of tp = 2; the next valid value is 1026"),
+    ("bench op --policy bad.json", "bad.json: no tuning table that this version reads: format is 1"),
+    ("bench op --policy other.json", "hidden is 512, here 256"),
+    ("bench op --seconds inf", "seconds = inf: a number above 0"),
+    ("bench tp-step --hidden 40", "the next valid H is 64"),
+    ("bench tp-step --capacity 101", "the next valid capacity is [102, 256]"),
+    ("bench tp-step --capacity 128 --tokens 256", "above the capacity of 128; the next valid value is 128"),
+    ("bench tp-step --hidden 32 --capacity 64 --tokens 2", "the next valid T is 8"),
+    ("bench tp-step --arms pad", "arms = pad: they are compared with dynamic; the next valid value is dynamic,pad"),
+    ("bench tp-step --arms policy", "arms = none that can be compared here"),
+    ("bench tp-step --arms rebuild,none", "the next valid value is dynamic,rebuild,none"),
+    ("bench tp-step --policy bad.json", "bad.json: no tuning table"),
+    ("bench tp-step --policy gemm.json", "gemm.json: row 0 of a tuning table: a policy names the unknown GEMM 'fc3'"),
+    ("bench tp-step --backend te --ffn 1024", "TE's layers are measured with ffn = 4 H = 16384 here, not 1024"),
+    ("bench lengths --distributions zipf", "not one of openwebtext"),
+    ("bench lengths --file lengths", "lengths, line 2: '²' is no length, an integer of at least 0"),
+    ("bench lengths --file negative", "negative, line 2: -1 is no length; a length is at least 0"),
+    ("bench lengths --file zeros", "would make a microbatch without any token"),
+    ("bench lengths --arms pad", "the next valid value is dynamic,pad"),
+    ("bench set-shape --ranks 3", "tp = 3"),
+    ("bench graphs --hidden 72", "the next valid H is 96"),
+    ("bench graphs --capacity 100 --ranks 8", "the next valid capacity is"),
+    ("tune --out t.json --hidden 64 --ffn 31", "ffn = 31 must be a positive multiple of tp = 2; the next"),
+    ("tune --out t.json --tokens 512:64", "the next valid value is 512:512"),
+    ("tune --out t.json --hidden 40", "the next valid H is 64"),
+    ("tune --out t.json --tp 3", "tp = 3"),
+    ("tune --out t.json --tokens 512,1024", "'512,1024' is not FIRST:LAST"),
+    ("tune --out bad.json", "bad.json: no tuning table"),
+    ("tune --out deep/t.json --seconds inf", "seconds = inf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_bad_input_starts_nothing(words: str, says: str) -> None:
+    result = command(*words.split())
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    (line,) = result.output.splitlines()
+    assert says in line
+    assert not Path("t.json").exists() and not Path("deep").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench op --json Result.json",
+        "bench op --seconds nan",
+        "bench op --ranks 1",
+        "bench op --hidden 0",
+        "bench tp-step --layer te.Linear",
+        "bench tp-step --capacity -64",
+        "bench lengths --count 0",
+        "bench lengths --documents -1",
+        "bench lengths --file nowhere",
+        "bench set-shape --calls -1",
+        "bench graphs --replays 0",
+        "tune --out t.json --tp 0",
+        "tune --out t.json --seconds nan",
+    ],
+)
+def test_options_out_of_range_are_usage_errors(words: str) -> None:
+    result = command(*words.split())
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "Invalid value" in result.output or "Error" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench op",
+        "bench op --policy table.json",
+        "bench op --tokens 100,64 --peers default",
+        "bench tp-step",
+        "bench tp-step --policy table.json --arms policy,none",
+        "bench lengths --file zeros --distributions arxiv --arms none",
+        "bench set-shape --ranks 4",
+        "bench graphs --hidden 1024",
+        "bench tp-step --backend te --layer te.TransformerLayer",
+        "tune --out t.json --backend te --tp 8",
+    ],
+)
+def test_good_input_starts_the_ranks(words: str) -> None:
+    if "zeros" in words:
+        Path("zeros").write_text("0\n9\n")
+    assert isinstance(command(*words.split()).exception, Started)
+
+
+def test_without_a_gpu_graphs_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = command("bench", "graphs")
+    assert result.exit_code == 2 and "torch sees none" in result.output
+
+
+def test_every_bench_has_a_command() -> None:
+    result = command("bench", "--help")
+    assert all(name in result.output for name in BENCHES if name != "tune")
+
+
+@pytest.mark.parametrize(("hidden", "tp", "valid"), [(608, 2, 640), (96, 16, 1024), (512, 16, 1024)])
+def test_heads_that_cannot_be_cut(hidden: int, tp: int, valid: int) -> None:
+    with pytest.raises(UBShapeError, match=f"the next valid value is {valid}"):
+        tp_step.check_te_layer("te.TransformerLayer", hidden, 4 * hidden, tp)
+    tp_step.check_te_layer("te.TransformerLayer", valid, 4 * valid, tp)
+    tp_step.check_te_layer("te.LayerNormMLP", hidden, 4 * hidden, tp)
+
+
+def test_on_gpus_a_table_is_held_against_te_s_own_limits() -> None:
+    row = TuningRow("fc1_dgrad", 64, OverlapConfig("bulk", num_sm=33), "so")
+    replace(TABLE, rows=(row,), hidden=4096, dtype="bfloat16", mode="2-gpus").save("sms.json")
+    options = {"hidden": 4096, "ffn": 16384, "capacity": 1024, "layer": "te.LayerNormMLP", "seconds": 1.0}
+    options |= {"tokens": [512], "arms": ["policy"], "policy": "sms.json"}
+    with pytest.raises(UBDynamicError, match=r"sms.json: fc1_dgrad: num_sm = 33.*the next valid value is 32"):
+        check_asked("tp-step", options, "te", 2)
+    TABLE.save("cpu.json")
+    with pytest.raises(UBUnsupportedError, match="mode is cpu-mpi, here 2-gpus"):
+        check_asked("tp-step", {**options, "policy": "cpu.json"}, "te", 2)

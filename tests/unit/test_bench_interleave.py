@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arms in turns: their orders, the statistics of their blocks, and how the time is shared out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from bench_fakes import Clock, Ranks
+
+from ub_dynamic.bench.interleave import interleaved, ratio, rounds_of, slowest, spread
+from ub_dynamic.bench.report import Budget
+
+
+class TestOrders:
+    @pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8])
+    def test_every_arm_follows_every_other_equally_often(self, count: int) -> None:
+        orders = rounds_of(count)
+        assert all(sorted(order) == list(range(count)) for order in orders)
+        pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+        assert len(pairs) == count * (count - 1)
+        assert len(set(pairs.values())) == 1
+
+    def test_two_arms_are_abba(self) -> None:
+        assert rounds_of(2) == [[0, 1], [1, 0]]
+        assert rounds_of(1) == [[0]]
+
+
+class TestStatistics:
+    def test_a_ratio_is_a_median_with_an_interval(self) -> None:
+        generator = random.Random(1)
+        under = [generator.gauss(1, 0.1) for _ in range(400)]
+        over = [1.02 * each * generator.gauss(1, 0.01) for each in under]
+        median, interval = ratio(over, under)
+        assert median == pytest.approx(1.02, abs=0.002)
+        assert interval == pytest.approx(1.02 * 1.96 * 1.25 * 0.01 / 20, rel=0.5)
+        assert ratio([1.0, 3.0], [1.0, 2.0]) == (1.25, 0.25)
+
+    def test_spread_is_half_the_interquartile_range(self) -> None:
+        assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
+        assert spread([1.0, 1.0, 1.0, 100.0]) < 20  # one outlier counts little
+        assert spread([3.0]) == 0.0
+
+    def test_the_slowest_rank_counts(self) -> None:
+        assert slowest(Ranks(1.5).gather, [1.0, 2.0]) == [1.5, 3.0]
+
+    def test_whole_sets_of_rounds_until_the_time_is_over(self) -> None:
+        clock = Clock()
+        seen: list[str] = []
+
+        def model(arm: str, steps: int) -> float:
+            seen.append(arm)
+            return {"a": 4.0, "b": 8.0}[arm]
+
+        taken = interleaved(("a", "b"), clock.block(model), Ranks(2.0).gather, 1.0, clock=clock)
+        assert taken["a"] == [8.0] * len(taken["b"])  # the other rank takes twice as long
+        assert "".join(seen[2:6]) == "abba"
+        assert len(taken["a"]) % 2 == 0
+        # blocks are 40 ms on the slower rank, so 20 ms here, and a set has four
+        assert 1.0 - 4 * 0.04 <= clock.now <= 1.0 + 1e-9
+
+    def test_the_least_runs_even_without_time(self) -> None:
+        taken = interleaved(("a", "b"), lambda arm, steps: 1.0, Ranks().gather, float("-inf"), least=3)
+        assert len(taken["a"]) == 6
+
+
+class TestBudget:
+    def test_what_one_part_leaves_the_others_share(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock()
+        monkeypatch.setattr("ub_dynamic.bench.report.time.monotonic", clock)
+        budget = Budget(10.0, {"a": 1.0, "b": 1.0, "c": 2.0})
+        assert budget.until("a") == 2.5
+        clock.now = 1.0
+        assert budget.until("b") == 4.0
+        clock.now = 20.0
+        assert budget.until("c") == 20.0
+        assert budget.left < 0
