@@ -119,7 +119,7 @@ def test_import_needs_only_torch(module: str) -> None:
 def text_files() -> list[Path]:
     folders = ("ub_dynamic", "tests", "examples", "benchmarks", "docs", ".ci")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    found += [path for path in ROOT.iterdir() if path.is_file() and path.name != "LICENSE"]
+    found += [path for path in ROOT.iterdir() if path.is_file() and path.name not in ("LICENSE", ".git")]
     binary = (".png", ".pdf", ".so")
     made = ("__pycache__", ".mypy_cache")
     return sorted(p for p in found if p.suffix not in binary and not set(made) & set(p.parts))

@@ -12,6 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from ub_dynamic import __main__
+from ub_dynamic.backends.host import trace
+from ub_dynamic.backends.host.trace import GEMM, TRANSFER, Span
 from ub_dynamic.cli import doctor as doctor_command
 from ub_dynamic.cli import probes, versions
 from ub_dynamic.cli.app import app
@@ -68,6 +70,52 @@ def test_layout_says_what_is_wrong(words: list[str], code: int, says: str) -> No
     result = run("layout", *RING, *words)
     assert result.exit_code == code, result.output
     assert says in " ".join(result.output.split())
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    ms = 1_000_000
+    spans = [Span(GEMM, "fc1_fprop chunk 0", 5 * ms, 9 * ms), Span(TRANSFER, "chunk 1", 6 * ms, 10 * ms, 3 << 20)]
+    later = [Span(GEMM, "fc2_fprop", 25 * ms, 27 * ms)]
+    trace.save(tmp_path / "trace.json", [[*spans, *later], spans])
+    return tmp_path / "trace.json"
+
+
+def test_a_trace_is_read_back_and_shown(trace_file: Path) -> None:
+    assert [len(spans) for spans in trace.load(trace_file)] == [3, 2]
+    assert trace.load(trace_file)[0][1] == Span(TRANSFER, "chunk 1", 6_000_000, 10_000_000, 3 << 20)
+    lines = [line.split() for line in run("trace", str(trace_file)).output.splitlines()]
+    assert ["0", "2", "6.00", "1", "4.00", "3.00", "75.0%"] in lines
+    assert ["1", "1", "4.00", "1", "4.00", "3.00", "75.0%"] in lines
+    lines = [line.split() for line in run("trace", str(trace_file), "--between", "0:10").output.splitlines()]
+    assert ["0", "1", "4.00", "1", "4.00", "3.00", "75.0%"] in lines
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_trace_is_drawn(trace_file: Path, suffix: str) -> None:
+    out = trace_file.with_suffix(f".{suffix}")
+    result = run("trace", str(trace_file), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert out.read_bytes()[:5] == (b"<?xml" if suffix == "svg" else b"\x89PNG\r")
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "says"),
+    [
+        ([], '{"a": 1}', "is no trace of the host backend: KeyError('traceEvents')"),
+        ([], "no json", "is no trace of the host backend"),
+        ([], '{"traceEvents": []}', "nothing ran in"),
+        (["--between", "5"], None, "'5' is not FIRST:LAST"),
+        (["--between", "5:2"], None, "below the last"),
+        (["--between", "100:200"], None, "nothing ran between 100:200 ms"),
+    ],
+)
+def test_a_trace_says_what_is_wrong(trace_file: Path, words: list[str], text: str | None, says: str) -> None:
+    if text is not None:
+        trace_file.write_text(text)
+    result = run("trace", str(trace_file), *words)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.replace("│", " ").split())
 
 
 def test_doctor_tells_the_truth_about_this_process() -> None:
