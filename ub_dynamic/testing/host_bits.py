@@ -285,8 +285,8 @@ class _Block:
         other.__dict__.update(self.__dict__)
         case, width = self._case, 2 * self._case.hidden
         kwargs: Any = {"dtype": case.dtype, "backend": backend}
-        other._column = ColumnParallelLinear(case.hidden, width, ub_name=case.names[0], **kwargs)  # type: ignore[arg-type]
-        other._row = RowParallelLinear(width, case.hidden, ub_name=case.names[1], **kwargs)  # type: ignore[arg-type]
+        other._column = ColumnParallelLinear(case.hidden, width, ub_name=case.names[0], **kwargs)
+        other._row = RowParallelLinear(width, case.hidden, ub_name=case.names[1], **kwargs)
         other._column.load_state_dict(self._column.state_dict())
         other._row.load_state_dict(self._row.state_dict())
         return other
