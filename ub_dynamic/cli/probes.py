@@ -73,7 +73,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
         ability("pictures", "matplotlib"),
         ability("advise", "numpy"),
         ability("advise on Parquet files", "numpy", "pyarrow"),
-        ability("the tests", "pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
+        ability("the tests", "numpy", "pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
         ability("the pages of docs/", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
     ]
 
@@ -98,6 +98,9 @@ def _base() -> list[Finding]:
     else:
         found = f"torch for CUDA {torch.version.cuda} sees none"
         findings.append(Finding(room, "CUDA device", "missing", found, "check nvidia-smi, CUDA_VISIBLE_DEVICES"))
+    triton = find_spec("triton") is not None
+    text = "merges ring attention in one launch" if triton else "not installed: ring attention takes more launches"
+    findings.append(Finding(room, "Triton", "ok" if triton else "missing", text))
     for name, there in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
         advice = "" if there else f"install a torch that is built with {name}"
         text = "in torch" if there else "not in this torch"
@@ -168,7 +171,12 @@ def _te() -> list[Finding]:
     if find_spec("transformer_engine") is None:
         advice = "pip install --no-build-isolation 'transformer-engine[pytorch]' (it needs torch's CUDA build)"
         missing = Finding(room, "Transformer Engine", "missing", "not installed", advice)
-        return [missing, Finding(room, "native file", "missing", "needs Transformer Engine"), _mps(room)]
+        return [
+            missing,
+            Finding(room, "native file", "missing", "needs Transformer Engine"),
+            _mps(room),
+            _megatron(room),
+        ]
     answer = _ask("import json, torch, transformer_engine.pytorch; print(json.dumps('imports'))")
     version = installed("transformer_engine") or "version unknown"
     if answer == "imports":
@@ -177,7 +185,7 @@ def _te() -> list[Finding]:
         text = f"{version}, but it does not import: {answer['error']}"
         advice = "reinstall it for this torch: pip install --force-reinstall --no-build-isolation"
         findings = [Finding(room, "Transformer Engine", "broken", text, f"{advice} 'transformer-engine[pytorch]'")]
-    return [*findings, *_native(room), *_te_details(room), _mps(room)]
+    return [*findings, *_native(room), *_te_details(room), _mps(room), _megatron(room)]
 
 
 def _native(room: str) -> list[Finding]:
@@ -219,6 +227,21 @@ def _te_details(room: str) -> list[Finding]:
     ]
 
 
+def _megatron(room: str) -> Finding:
+    """Whether the adapter finds all that it wraps, in this version: it is installed and taken back."""
+    found = _package(room, "megatron-core", advice="pip install 'ub_dynamic[megatron]'")
+    if found.state != "ok" or find_spec("transformer_engine") is None:
+        return found
+    answer = _ask(
+        "import json; from ub_dynamic.integrations import megatron as m; m.install(); m.uninstall(); "
+        "print(json.dumps('fits'))"
+    )
+    if answer == "fits":
+        return Finding(room, found.name, "ok", f"{found.found}, the adapter fits")
+    text = f"{found.found}: {answer['error']}"
+    return Finding(room, found.name, "broken", text, "a version that the adapter was written for: docs/moving.md")
+
+
 def _mps(room: str) -> Finding:
     found = shutil.which(CONTROL)
     if found is None:
@@ -231,7 +254,6 @@ def _extras() -> list[Finding]:
         "cli": ("typer", "rich", "packaging"),
         "plot": ("matplotlib",),
         "advise": ("pyarrow",),
-        "megatron": ("megatron-core",),
         "test": ("pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
         "docs": ("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
         "dev": ("ruff", "mypy"),
