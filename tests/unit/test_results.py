@@ -109,6 +109,13 @@ def test_shown_tables_agree_with_the_results(make_tables: ModuleType) -> None:
     assert make_tables.main(["--check"]) == 0
 
 
+def test_shown_pictures_exist(make_tables: ModuleType) -> None:
+    """With te_step.json its pictures have to be drawn: make_tables.py does it."""
+    for page in make_tables.pages():
+        shown = re.findall(r"!\[[^]]*\]\((?!https?:)([^)]+)\)", page.read_text())
+        assert not [picture for picture in shown if not (page.parent / picture).exists()], page
+
+
 def test_results_have_the_format() -> None:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         record = json.loads(path.read_text())
