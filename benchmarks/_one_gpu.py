@@ -19,6 +19,7 @@ from typing import Any
 from ub_dynamic.bench.report import Report
 from ub_dynamic.bench.start import EVENTS, collect
 from ub_dynamic.bench.worlds import TEWorld, World
+from ub_dynamic.modes import gpu_mode, ranks_apart, ranks_on_one_gpu
 from ub_dynamic.testing.one_gpu import active_ranks
 from ub_dynamic.testing.results import write_result
 
@@ -63,7 +64,7 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
             print(f"{name}: no rows from {tp} ranks (status {code})", file=sys.stderr)
         else:
             made = {**figures(rows), "failed_starts": int(worst != 0)}
-            mode = mode_of(max(row["tp"] for row in rows), options.gpus)
+            mode = gpu_mode(max(row["tp"] for row in rows), shared=not options.gpus)
             write_result(name, made, rows, mode=mode, folder=options.out)
             print(name, json.dumps(made))
         if code == _ENDED:
@@ -73,18 +74,13 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
 
 def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool, gpus: bool = False) -> tuple[int, list[Row]]:
     """Run a benchmark file with its arguments on ``tp`` ranks; its exit status and the rows it wrote."""
-    ended = collect(command, mode_of(tp, gpus), tp, timeout_s, mps=mps, output=sys.stdout.buffer)
+    ended = collect(command, gpu_mode(tp, shared=not gpus), tp, timeout_s, mps=mps, output=sys.stdout.buffer)
     return ended.status, ended.rows
-
-
-def mode_of(ranks: int, gpus: bool) -> str:
-    """The mode of a result file."""
-    return f"{ranks}-gpus" if gpus else f"one-gpu-{ranks}-ranks"
 
 
 def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
     """One result file of several starts of one program that ran apart from each other."""
-    records = sorted((json.loads(path.read_text()) for path in results), key=lambda record: int(_ranks(record)))
+    records = sorted((json.loads(path.read_text()) for path in results), key=lambda record: _ranks(record["mode"]))
     rows = [row for record in records for row in record["rows"]]
     failed = sum(record["figures"].get("failed_starts", 0) for record in records)
     newest = max(records, key=lambda record: record["date"])
@@ -92,7 +88,7 @@ def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
     merged = {
         **newest,
         "command": re.sub(r"--tp( \d+)+", f"--tp {sizes}", newest["command"]),
-        "mode": mode_of(max(row["tp"] for row in rows), newest["mode"].endswith("-gpus")),
+        "mode": gpu_mode(max(row["tp"] for row in rows), shared=not ranks_apart(newest["mode"])),
         "figures": {**figures(rows), "failed_starts": failed},
         "rows": rows,
     }
@@ -101,9 +97,8 @@ def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
     partial.replace(target)
 
 
-def _ranks(record: Mapping[str, Any]) -> str:
-    found = re.search(r"\d+", str(record["mode"]))
-    return found[0] if found else "0"
+def _ranks(mode: str) -> int:
+    return ranks_on_one_gpu(mode) or ranks_apart(mode)
 
 
 def measuring(measure: Callable[[World, Mapping[str, Any], Report], None], timings: bool = False) -> Measure:
@@ -114,7 +109,7 @@ def measuring(measure: Callable[[World, Mapping[str, Any], Report], None], timin
 
         if timings:
             keep_to_own_processors(world)
-        mode = mode_of(world.size, active_ranks() is None)
+        mode = gpu_mode(world.size, shared=active_ranks() is not None)
         report = Report(lambda event: add(event["row"]) if "row" in event else None)
         measure(TEWorld(world, mode), vars(options), report)
 

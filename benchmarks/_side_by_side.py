@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs side by side on the GPUs of a machine, ends those that are late, keeps every log.
 
-One program a GPU at a time: kernels of TE's reduce-scatter spin on up to 32 of its 132 processors until those of the
+One program a GPU at a time. Kernels of TE's reduce-scatter spin on up to 32 of its 132 processors until those of the
 other ranks come, and two programs were seen to starve each other's until TE's own timeout (20 s) let them go on with
-wrong data. Ranks of one program always share one GPU; a machine with several works on several programs.
+wrong data; NCCL's kernels spin as well. And clients of one MPS daemon share their fate: a program that ends in the
+middle of its kernels ends in an illegal memory access for the one beside it. A machine with several GPUs works on
+several programs.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from ub_dynamic.bench.worlds import TEWorld
 from ub_dynamic.cp.choose import Candidate, CPProblem, choose_cp_comm
 from ub_dynamic.cp.cost import Attention, Links
 from ub_dynamic.cp.hierarchical import HierarchicalTHDAttention
+from ub_dynamic.modes import gpu_mode
 from ub_dynamic.packing import PackedBatch
 
 HEADS, GROUPS = 16, 8
@@ -49,7 +50,7 @@ Timed = Callable[[Callable[[Any], Any], int], float]
 
 
 def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
-    timed = TEWorld(world, f"{world.size}-gpus").timed
+    timed = TEWorld(world, gpu_mode(world.size, shared=False)).timed
     links = measure_links(world, timed)
     add({"what": "links", "fast": links.fast, "flops": links.flops, "latency": links.latency})
     known: dict[tuple[str, int], Any] = {}

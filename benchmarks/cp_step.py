@@ -32,6 +32,7 @@ from ub_dynamic.bench.worlds import TEWorld
 from ub_dynamic.cp.current import packed
 from ub_dynamic.cp.pad_hooks import install_pad_resolver
 from ub_dynamic.cp.te_patches import te_backward_patches
+from ub_dynamic.modes import gpu_mode
 
 HEADS, GROUPS, LAYERS = 16, 16, 4
 LENGTHS = {"four": (2048, 4096, 1024, 1024), "long": (16384, 8192, 8192), "many": (256,) * 32}
@@ -132,7 +133,7 @@ def measure(world: Any, options: argparse.Namespace, add: Add) -> None:
 def compare(world: Any, step: Alone | Stack, problem: Problem, until: float) -> dict[str, Any]:
     """One row: milliseconds, ratios to stock, launches and waits of the host of every arm."""
 
-    timed = TEWorld(world, f"{world.size}-gpus").timed
+    timed = TEWorld(world, gpu_mode(world.size, shared=False)).timed
 
     def block(arm: str, steps: int) -> float:
         with arm_of(arm, step, problem):

@@ -56,6 +56,23 @@ def _megatron(result: str, ranks: int, *more: str) -> Part:
     return Part(result, command, 300, result=result, ranks=ranks, alone=True)
 
 
+def _tp_step(hidden: int, tp: int, seconds: str) -> Part:
+    """The steps of te_step for another H. Its smallest T is one at which the GPU is the limit, not the host."""
+    name = f"tp_step_h{hidden}"
+    more = (
+        "--capacity",
+        str(65536 if hidden < 4096 else 16384),
+        "--hidden",
+        str(hidden),
+        "--seconds",
+        seconds,
+        "--no-lengths",
+        "--name",
+        name,
+    )
+    return _benchmark("te_step", tp, 200, *more, part=name, result=name, alone=True, gpu=tp // 4)
+
+
 PARTS: tuple[Part, ...] = (
     _benchmark("te_bits", 4, 320),
     _benchmark("te_bits", 2, 320, gpu=1),
@@ -79,6 +96,10 @@ PARTS: tuple[Part, ...] = (
     _megatron("megatron_tp2pp2", 4, "--pp", "2"),
     _benchmark("te_step", 2, 200, "--seconds", "{step}", alone=True),
     _benchmark("te_step", 4, 200, "--seconds", "{step}", alone=True, gpu=1),
+    _tp_step(2048, 2, "{small}"),
+    _tp_step(2048, 4, "{small}"),
+    _tp_step(8192, 2, "{step}"),
+    _tp_step(8192, 4, "{step}"),
     _benchmark("te_set_shape", 2, 50, "--no-mps", alone=True),
     _benchmark("te_reinit", 2, 45, "--no-mps", alone=True),
     _benchmark("te_policy", 2, 120, result="policy", alone=True),
@@ -127,7 +148,19 @@ class Collector:
         record = json.loads(target.read_text())
         if record["name"] != target.stem:
             target.write_text(json.dumps({**record, "name": target.stem}, indent=1) + "\n")
+        if part.result == "te_step":
+            self._steps_alone(record)
         return ", ".join(f"{k} {v:.4g}" for k, v in record["figures"].items())
+
+    def _steps_alone(self, record: dict[str, Any]) -> None:
+        """The steps of te_step by the name that those of other H have."""
+        steps = [row for row in record["rows"] if row["kind"] == "step"]
+        if steps:
+            name = f"tp_step_h{steps[0]['hidden']}"
+            figures = importlib.import_module("te_step").figures(steps)
+            figures["failed_starts"] = record["figures"].get("failed_starts", 0)
+            made = {**record, "name": name, "figures": figures, "rows": steps}
+            (self.out / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
 
     def _written(self, result: str) -> list[Path]:
         """The file of each start; where one was run again with nothing beside it, and ended well, that one."""
@@ -168,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--together", type=float, default=330, help="seconds for the parts that run side by side")
     parser.add_argument("--step", type=float, default=85, help="seconds for each start of te_step")
+    parser.add_argument("--small", type=float, default=60, help="seconds for each start of tp_step_h2048")
     parser.add_argument("--older-te", type=Path, help="the env.sh of another version, whose path names it")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder, made anew after each part")
     options = parser.parse_args(arguments)
@@ -180,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [part for part in chosen if not part.name.startswith("megatron")]
         print("left out: what needs megatron-core, which is not installed", flush=True)
     collector = Collector(out, options.archive, options.older_te)
-    runner = Runner(out, collector.take, {"{step}": f"{options.step:g}"}, options.older_te)
+    words = {"{step}": f"{options.step:g}", "{small}": f"{options.small:g}"}
+    runner = Runner(out, collector.take, words, options.older_te)
     together = [part for part in chosen if not part.alone]
     daemons = shared_daemons(runner.gpus) if together else contextlib.nullcontext()
     with daemons:

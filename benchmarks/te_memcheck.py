@@ -22,6 +22,7 @@ from typing import Any
 
 import _one_gpu
 
+from ub_dynamic.modes import gpu_mode
 from ub_dynamic.testing.one_gpu import OneGpu, run
 from ub_dynamic.testing.results import write_result
 from ub_dynamic.testing.te_layers import OVERLAPS
@@ -108,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
         rows.append(check(tp, options.overlap, options.timeout))
         print(rows[-1], flush=True)
         figures = {"errors": sum(row["errors"] for row in rows), "methods": len(rows[0]["methods"].split("; "))}
-        write_result("te_memcheck", figures, rows, mode=f"one-gpu-{tp}-ranks", folder=options.out)
+        write_result("te_memcheck", figures, rows, mode=gpu_mode(tp, shared=True), folder=options.out)
     return int(any(row["errors"] for row in rows))
 
 

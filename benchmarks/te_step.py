@@ -2,6 +2,7 @@
 """Time of a training step at T: dynamic, made for exactly T, padded to capacity. Writes te_step.json.
 
     python benchmarks/te_step.py --tp 2 4 --seconds 85
+    python benchmarks/te_step.py --hidden 8192 --no-lengths --name tp_step_h8192
 
 One step is forward and backward of ``te.LayerNormMLP(H, 4H)`` in BF16 with TE's default overlaps, by
 :mod:`ub_dynamic.bench.tp_step`, which says how arms are compared; then one step for each of real microbatches, four
@@ -48,6 +49,8 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     steps_of = tp_step.factory_of(world, sizes, None)
     tp_step.settle(world)
     start = max(world.gather(time.monotonic()))
+    if world.rank == 0:
+        print(f"ready after {start - _START:.1f} s", flush=True)
     budget = Budget(options["seconds"] - (start - _START) - 4.0, SHARES)
     for fraction in FRACTIONS:
         arms = (*ARMS, *tp_step.COSTS) if fraction == min(FRACTIONS) else ARMS
@@ -56,6 +59,8 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
         report.row({"tp": world.size, "kind": "step", **row})
         if world.rank == 0:
             print({key: round(value, 4) for key, value in row.items() if isinstance(value, float)}, flush=True)
+    if options["no_lengths"]:
+        return
     tokens = real_lengths(options["microbatches"], world.size, capacity)
     row = one_workload(world, steps_of, capacity, tokens, ("dynamic", "pad"), budget.until(LENGTHS))
     report.row({"tp": world.size, "kind": "lengths", **row})
@@ -75,7 +80,8 @@ def real_lengths(count: int, tp: int, capacity: int) -> list[int]:
 
 
 def main(parse: Callable[[], argparse.Namespace]) -> int:
-    return _one_gpu.main("te_step", parse(), _one_gpu.measuring(measure, timings=True), figures)
+    options = parse()
+    return _one_gpu.main(options.name, options, _one_gpu.measuring(measure, timings=True), figures)
 
 
 if __name__ == "__main__":
@@ -83,5 +89,7 @@ if __name__ == "__main__":
     options.add_argument("--hidden", type=int, default=4096)
     options.add_argument("--capacity", type=int, default=16384)
     options.add_argument("--seconds", type=float, default=150, help="for each start, imports included")
-    options.add_argument("--microbatches", type=int, default=24)
+    options.add_argument("--microbatches", type=int, default=24, help="of real lengths, after the steps")
+    options.add_argument("--no-lengths", action="store_true", help="steps alone")
+    options.add_argument("--name", default="te_step", help="of the result file")
     raise SystemExit(main(options.parse_args))

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from .backends.names import GEMM_METHODS, check_cfgs, registered_specs, resolve_specs
+from .backends.names import AUTO_EXCLUDES_POLICY, GEMM_METHODS, check_cfgs, registered_specs, resolve_specs
 from .errors import UBDynamicError, UBRankMismatchError, UBShapeError, UBUnsupportedError
 from .groups import Group
 from .manager import check_arguments
+from .modes import CPU_MPI, gpu_mode
 from .policy import ChooseOverlap, Policy, policy_of
 from .rules import combine, token_rule
 from .shapes import CommSpec, Shape, parse_shape
@@ -47,10 +48,7 @@ def agree(
         specs = _configured(capacity, tp_size, te, options)
         chosen = _resolve_policy(policy, capacity, te, options["dtype"], tp_size, specs)
         if te and chosen is not None and options["auto"]:
-            raise UBUnsupportedError(
-                "auto=True takes T from an operand, when TE's layer has already decided how to overlap: with a policy "
-                "set the shape before, by microbatch(T) or set_ub_active_shape"
-            )
+            raise UBUnsupportedError(AUTO_EXCLUDES_POLICY)
     except Exception as error:
         refusal = error
     facts = {"shape": shape, **options, "policy": None if chosen is None else chosen.digest()}
@@ -97,9 +95,9 @@ def _resolve_policy(
     if isinstance(policy, str | os.PathLike):
         policy = TuningTable.load(policy)
     if isinstance(policy, TuningTable):
-        mode = f"{tp_size}-gpus" if torch.cuda.device_count() >= tp_size else None
+        mode = gpu_mode(tp_size, shared=False) if torch.cuda.device_count() >= tp_size else None
         kind = str(dtype).removeprefix("torch.")
-        policy.check_fits(tp=tp_size, hidden=capacity[1], dtype=kind, mode=mode if te else "cpu-mpi")
+        policy.check_fits(tp=tp_size, hidden=capacity[1], dtype=kind, mode=mode if te else CPU_MPI)
         policy = policy.policy()
     if not isinstance(policy, Policy):
         if not callable(policy):

@@ -15,17 +15,13 @@ import torch
 from .backends.protocol import Backend
 from .board import RankBoard
 from .errors import UBCapacityError, UBDynamicError, UBShapeError, UBStateError, UBUnsupportedError
-from .overlap import OverlapConfig
-from .policy import Choice, Policy
+from .policy import Choices, Policy
 from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
 from .shapes import Shape, parse_shape
+from .stages import NOTHING_CHOSEN, Stages
 
 Check = Literal["deferred", "strict", "never"]
 Output = TypeVar("Output")
-
-
-_NO_PLAN: Any = object()
-_NOTHING_CHOSEN: Mapping[str, Choice] = MappingProxyType({})
 
 
 class ShapeReport(NamedTuple):
@@ -37,7 +33,7 @@ class ShapeReport(NamedTuple):
     shape: Shape
     updated: tuple[str, ...]
     skipped: MappingProxyType[str, str]
-    overlap: Mapping[str, Choice] = _NOTHING_CHOSEN
+    overlap: Choices = NOTHING_CHOSEN
 
 
 class Microbatch:
@@ -59,8 +55,8 @@ class Manager:
     ``capacity``: ``(T_cap, H)``, registered once. ``check``: how TP ranks are compared, ``"deferred"``
     (never waits), ``"strict"`` (waits for every rank at each change) or ``"never"``. ``guard``: an operand
     whose rows differ from the active shape raises before it is enqueued. ``auto``: such an operand sets the
-    active shape instead, so that no call is needed at all. ``policy``: which overlap each GEMM uses at which T;
-    without one they stay as the backend was configured.
+    active shape instead, so that no call is needed at all. ``policy``: which overlap each GEMM uses at which T, as
+    :meth:`use_policy` takes it; without one they stay as the backend was configured.
     """
 
     def __init__(
@@ -96,12 +92,10 @@ class Manager:
         self._skipped = MappingProxyType(dict(backend.skipped))
         if self._board is not None:
             self._board.name_communicators(self._updated, capacity[0])
-        self.policy = policy
-        self._stage, self._standing = -1, _NO_PLAN
-        self._overlap = _NOTHING_CHOSEN
-        self._plans = () if policy is None else self._plan(policy)
+        self._destroyed = False
+        self._stages = Stages(backend, policy)
         if policy is not None:
-            self._switch(policy, policy.stage(self._tokens))
+            self._stages.stand(self._tokens)
         if guard or auto:
             backend.connect(self._on_operand)
 
@@ -111,6 +105,11 @@ class Manager:
     def active(self) -> Shape:
         """The active shape ``(T, H)``."""
         return self._tokens, self._hidden
+
+    @property
+    def policy(self) -> Policy | None:
+        """Which overlap each GEMM uses at which T; None: as configured."""
+        return self._stages.policy
 
     def buffer_active_shape(self, name: str) -> Shape:
         """The active shape ``(T, H)`` of one communicator; one that does not follow stays at capacity."""
@@ -159,7 +158,7 @@ class Manager:
         with self._lock:
             if tokens != self._tokens or self._single or self._strict:
                 self._change(tokens)
-        return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped, self._overlap))
+        return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped, self._stages.choices))
 
     def reset_active_shape(self) -> ShapeReport:
         """Back to capacity."""
@@ -173,6 +172,28 @@ class Manager:
         """
         tokens, _ = self._checked(shape)
         self._set_named(tokens, [name])
+
+    def use_policy(self, policy: Policy | None) -> None:
+        """Choose by ``policy`` from now on, beginning with what it names for the present T; None: as configured.
+
+        Host only; the active shape stays. It takes configurations that ``initialize_ub`` made communicators for, those
+        of the policy given there. Every TP rank calls it at the same point with the same policy: the ranks compare
+        T, not policies. With TE a layer overlaps only if it was built to.
+
+        Raises :class:`UBUnsupportedError` or :class:`UBShapeError` with the reason for a policy that the backend
+        cannot follow, :class:`UBStateError` during capture, in the middle of an overlap or after :meth:`destroy`.
+        Nothing is changed then.
+        """
+        if self._destroyed:
+            raise UBStateError("use_policy after destroy: there are no communicators any more")
+        if policy is not None and self.auto and (reason := self.backend.auto_excludes_policy):
+            raise UBUnsupportedError(reason)
+        stages = Stages(self.backend, policy)
+        with self._lock:
+            if busy := self.backend.busy():
+                raise UBStateError(f"the policy cannot change now: {busy}")
+            stages.stand(self._tokens)
+            self._stages = stages
 
     @contextmanager
     def active_shape(self, shape: Iterable[int]) -> Iterator[ShapeReport]:
@@ -242,6 +263,7 @@ class Manager:
 
     def destroy(self) -> None:
         """Release the communicators, on all ranks together; a disagreement that nobody saw yet is raised at the end."""
+        self._destroyed = True
         self.backend.connect(None)
         try:
             if self._board is not None:
@@ -265,31 +287,13 @@ class Manager:
             self._compare(tokens)
         elif self._board is not None:
             self._board.exchange(tokens)
-        if self.policy is not None and (stage := self.policy.stage(tokens)) != self._stage:
-            self._switch(self.policy, stage)
+        if self._stages.policy is not None:
+            self._stages.follow(tokens)
         self.backend.apply(tokens)
         self.shape_changes += tokens != self._tokens
         self._tokens = tokens
         if self._single:
             self._single = {}
-
-    def _plan(self, policy: Policy) -> tuple[Any, ...]:
-        """A plan for each stage, the same one where the configurations are the same."""
-        plans: dict[frozenset[tuple[str, OverlapConfig]], Any] = {}
-        found = []
-        for stage in policy.stages:
-            choices = {gemm: choice.config for gemm, choice in stage.items()}
-            key = frozenset(choices.items())
-            if key not in plans:
-                plans[key] = self.backend.plan(choices)
-            found.append(plans[key])
-        return tuple(found)
-
-    def _switch(self, policy: Policy, stage: int) -> None:
-        plan = self._plans[stage]
-        if plan is not self._standing:
-            self.backend.switch(plan)
-        self._standing, self._stage, self._overlap = plan, stage, policy.stages[stage]
 
     def _refuse(self, tokens: int) -> None:
         """Raise the error that fits: that of the first communicator that cannot take T."""
@@ -320,7 +324,7 @@ class Manager:
             for name in chosen:
                 self.backend.apply_one(name, tokens)
                 self._single[name] = tokens
-        return ShapeReport((tokens, self._hidden), chosen, self._skipped, self._overlap)
+        return ShapeReport((tokens, self._hidden), chosen, self._skipped, self._stages.choices)
 
     def _with_alternatives(self, names: Iterable[str]) -> Iterator[str]:
         """A GEMM's communicators of every method: whichever stands there by a policy, it has this shape."""

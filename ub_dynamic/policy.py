@@ -45,7 +45,7 @@ class Policy:
 
     def stage(self, tokens: int) -> int:
         """The index of the stage of T; a T below the first start is of the first stage."""
-        return max(bisect_right(self.starts, tokens) - 1, 0)
+        return bisect_right(self.starts, tokens, 1) - 1
 
     def choices(self, tokens: int) -> Choices:
         """What every GEMM does at T."""

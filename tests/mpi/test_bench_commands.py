@@ -100,6 +100,12 @@ def test_a_table_is_made_taken_up_again_and_used(tmp_path: Path) -> None:
     chosen = next(row.chosen for row in again.rows if (row.gemm, row.tokens) == ("fc2_fprop", 64))
     assert row["policy"] == str(chosen)
     assert row["policy_us"] > 0 and row["over_best_peer"] > 0
+    result = tmp_path / "step.json"
+    sizes = (*SMALL, "--capacity", "128", "--tokens", "64", "--arms", "dynamic,policy", "--seconds", "1")
+    run("bench", "tp-step", *sizes, "--policy", str(path), "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    assert f"fc2_fprop {chosen}" in row["policy"]
+    assert row["policy_ms"] > 0
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ub_dynamic as ubd
+from ub_dynamic import api
 from ub_dynamic.backends.host import (
     ColumnParallelLinear,
     HostBackend,
@@ -255,6 +256,36 @@ def test_the_policy_of_a_callable_a_file_and_a_plain_step(mpi_comm: Any, ranks_t
             layers(data(24 // tp))  # a plain collective would take it, but another T has another choice
         found = finish(layers, *start(layers, 8))
         assert len(found) == 10 and "num_sm" in current_backend().notes
+
+
+@pytest.mark.mpi(2)
+def test_a_living_manager_takes_another_policy_and_none(mpi_comm: Any) -> None:
+    """Each with the bits and the transfers of its configurations alone."""
+    ring, none = OverlapConfig("ring_exchange"), OverlapConfig("none")
+    one: dict[str, Choice] = {"fc2_fprop": Choice(ring, ""), "qkv_dgrad": Choice(none, "")}
+    other: dict[str, Choice] = {"fc1_fprop": Choice(none, ""), "fc2_fprop": Choice(none, "")}
+    alternatives = Policy((1, 2, 3), (one, other, {}))
+    rows = 8
+    with started(mpi_comm, policy=alternatives) as tp:
+        backend, layers, manager = current_backend(), Layers(), api.manager()
+        made = recorded(backend)
+        ubd.set_ub_active_shape([rows * tp, HIDDEN])
+        for stage in (one, other, {}, one):
+            alone = Alone(stage, {}, MPIGroup(mpi_comm))
+            transfers = recorded(alone)
+            alone.apply(rows * tp)
+            reference = Layers(alone)
+            expected = finish(reference, *start(reference, rows), alone)
+            manager.use_policy(Policy((1,), (stage,)) if stage else None)
+            assert ubd.get_ub_active_shape() == (rows * tp, HIDDEN)
+            made.clear()
+            assert all(map(torch.equal, finish(layers, *start(layers, rows)), expected)), stage
+            assert made == transfers, stage
+            alone.destroy()
+        with pytest.raises(ubd.UBUnsupportedError, match="proj_fprop"):
+            manager.use_policy(Policy((1,), ({"proj_fprop": Choice(ring, "")},)))
+        assert ubd.set_ub_active_shape([rows * tp, HIDDEN]).overlap == one
+        assert get_ub("fc2_fprop").is_p2p_overlap()
 
 
 @pytest.mark.mpi(2)

@@ -306,6 +306,7 @@ def test_a_capture_that_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_guard_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with te_world(monkeypatch, guard=False) as world:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(UBStateError, match="being captured"):
             world.manager.set_active_shape([64, HIDDEN])

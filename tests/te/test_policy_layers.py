@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -29,9 +30,12 @@ from policy_te import (
     te_world,
 )
 
-from ub_dynamic.errors import UBShapeError, UBUnsupportedError
+from ub_dynamic.bench.arms import use_arm
+from ub_dynamic.bench.te_steps import TESteps
+from ub_dynamic.errors import UBShapeError, UBStateError, UBUnsupportedError
 from ub_dynamic.manager import Manager
 from ub_dynamic.overlap import OverlapConfig
+from ub_dynamic.testing.te_layers import KINDS
 
 # layer kind, ub_name, flags it is built with, choices, overlaps of one forward and backward in order
 LAYERS_AT = {
@@ -151,6 +155,84 @@ class TestLayers:
             finally:
                 ubd.destroy_ub()
             assert installed() == {}
+
+    def test_a_living_manager_takes_another_policy_and_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        large = stages(T2={"fc1_fprop": NONE, "fc2_dgrad": NONE, "fc2_fprop": RING})
+        small = stages(T2={"fc1_fprop": NONE, "fc2_fprop": NONE}, T128={"fc2_fprop": PIPELINE})
+        with te_world(monkeypatch, {**large.configurations(), "fc2_fprop": (RING, NONE, PIPELINE)}) as world:
+            manager = Manager(world.backend, (CAPACITY, HIDDEN), check="never", guard=False, policy=large)
+            module = layer("mlp", "fc1", **FLAGS)
+            manager.set_active_shape([64, HIDDEN])
+
+            def step() -> list[str]:
+                module(operand(module, 64)).sum().backward()
+                return [one for one in world.overlaps() if "bulk" not in one]
+
+            configured = ["fc1_fprop ag", "fc2_fprop rs", "fc2_dgrad ag"]
+            for _ in range(2):
+                manager.use_policy(large)
+                assert step() == ["fc2_fprop (ring_exchange) rs"] and installed()
+                manager.use_policy(small)  # one flag for both gathers, and one of them is chosen
+                assert step() == ["fc1_fprop ag", "fc2_dgrad ag"] and installed()
+                manager.use_policy(None)
+                assert installed() == {} and world.standing("fc2_fprop") == "fc2_fprop"
+                assert step() == configured and world.settings("fc2_fprop") == (4, 16, 116)
+            with pytest.raises(UBUnsupportedError, match="fc1_dgrad"):
+                manager.use_policy(stages(T2={"fc1_dgrad": NONE}))
+            assert installed() == {} and step() == configured
+            manager.auto = True
+            with pytest.raises(UBUnsupportedError, match="auto=True takes T from an operand"):
+                manager.use_policy(large)
+            manager.auto = False
+            manager.destroy()
+            with pytest.raises(UBStateError, match="after destroy"):
+                manager.use_policy(large)
+            assert installed() == {}
+
+    def test_layers_that_cannot_be_made_to_ask_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        policy = stages(T2={"proj_fprop": RING, "proj_dgrad": NONE})
+        with te_world(monkeypatch, policy.configurations()) as world:
+            manager = Manager(world.backend, (CAPACITY, HIDDEN), check="never", policy=policy)
+            manager.use_policy(None)
+            monkeypatch.setattr(te.Linear, "ub_overlap_rs_dgrad", False, raising=False)
+            with pytest.raises(UBUnsupportedError, match="te.Linear does not set ub_overlap_rs_dgrad"):
+                manager.use_policy(policy)
+            assert manager.policy is None and world.standing("proj_fprop") == "proj_fprop"
+            monkeypatch.delattr(te.Linear, "ub_overlap_rs_dgrad")
+            assert installed() == {}
+            manager.use_policy(policy)
+            assert installed() and world.standing("proj_fprop") == "proj_fprop (ring_exchange)"
+            manager.backend.connect(None)
+
+    def test_a_row_says_what_layernorm_mlp_really_did(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        small, large = {"fc1_fprop": NONE, "fc2_fprop": RING, "qkv_fprop": NONE}, {"fc1_fprop": NONE, "fc2_dgrad": NONE}
+        policy = stages(T2=small, T128=large)
+        with te_world(monkeypatch, policy.configurations()) as world:
+            manager = Manager(world.backend, (CAPACITY, HIDDEN), check="never", policy=policy)
+            sets: Any = SimpleNamespace(manager=manager, hidden=HIDDEN, use=lambda arm: use_arm(manager, arm, policy))
+            module = layer("mlp", "fc1", **FLAGS)
+            steps = TESteps(sets, sets, {True: module}, torch.empty(0), KINDS["te.LayerNormMLP"])
+            sets.use("dynamic")
+            assert steps.policy(64) == {
+                "policy": "fc1_fprop none, fc2_fprop ring_exchange",
+                "policy_otherwise": "fc1_fprop overlaps all the same: LayerNormMLP has one flag for it and fc2_dgrad",
+            }
+            assert steps.policy(128) == {"policy": "fc1_fprop none, fc2_dgrad none"}
+            whole = TESteps(sets, sets, {True: module}, torch.empty(0), KINDS["te.TransformerLayer"])
+            assert whole.policy(64)["policy"].endswith(", qkv_fprop none")
+            manager.backend.connect(None)
+
+    @pytest.mark.parametrize("arm", ["dynamic", "exact", "pad", "unguarded", "none", "auto"])
+    def test_arms_without_a_policy_leave_the_layers_as_built(self, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        policy = stages(T2={"proj_fprop": RING, "proj_dgrad": NONE})
+        with te_world(monkeypatch, policy.configurations()) as world:
+            manager = Manager(world.backend, (CAPACITY, HIDDEN), check="never", policy=policy)
+            for _ in range(2):
+                use_arm(manager, "policy", policy)
+                assert installed() and world.standing("proj_fprop") == "proj_fprop (ring_exchange)"
+                use_arm(manager, arm, policy)
+                assert installed() == {} and world.standing("proj_fprop") == "proj_fprop"
+            manager.backend.connect(None)
 
     def test_the_guard_knows_the_alternatives(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = stages(T2={"proj_fprop": RING})

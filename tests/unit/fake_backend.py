@@ -9,11 +9,13 @@ import torch
 
 from ub_dynamic.backends.names import overlap_specs, resolve_specs
 from ub_dynamic.backends.protocol import OnOperand
+from ub_dynamic.errors import UBUnsupportedError
 from ub_dynamic.overlap import OverlapConfig
 
 
 class FakeBackend:
     name = "fake"
+    auto_excludes_policy: str | None = None
 
     def __init__(self, capacity: tuple[int, int] = (128, 64), tp: int = 4, **cfgs: dict[str, object]) -> None:
         made = resolve_specs(capacity, tp, torch.bfloat16, cfgs)
@@ -23,6 +25,8 @@ class FakeBackend:
         }
         self.notes: dict[str, str] = {}
         self.calls: list[object] = []
+        self.followed: list[bool] = []
+        self.cannot_follow: str | None = None
         self.why_busy: str | None = None
         self.on_operand: OnOperand | None = None
         self.objects = {name: object() for name in self.specs}
@@ -40,6 +44,11 @@ class FakeBackend:
 
     def switch(self, plan: object) -> None:
         self.calls.append(plan)
+
+    def follow_choices(self, follow: bool) -> None:
+        if self.cannot_follow and follow:
+            raise UBUnsupportedError(self.cannot_follow)
+        self.followed.append(follow)
 
     def busy(self) -> str | None:
         return self.why_busy

@@ -24,6 +24,7 @@ PACKED = ARITHMETIC | {"metadata", "packing_rules", "packing", "planning"}
 BACKEND = ARITHMETIC | RANKS | {"overlap", "backends.protocol", "backends.names"}
 ARROWS = {
     "errors": set(),
+    "modes": set(),
     "shapes": BASE,
     "rules": ARITHMETIC,
     "overlap": BASE,
@@ -41,10 +42,11 @@ ARROWS = {
     "backends.names": ARITHMETIC | {"overlap"},
     "backends.host": BACKEND,
     "backends.te": BACKEND | PACKED,
-    "manager": ARITHMETIC | RANKS | {"packing", "overlap", "policy", "backends.protocol"},
+    "stages": BASE | {"overlap", "policy", "backends.protocol"},
+    "manager": ARITHMETIC | RANKS | {"packing", "policy", "stages", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS,
-    "agreement": BACKEND | {"manager", "policy", "tuning_table"},
+    "agreement": BACKEND | {"manager", "modes", "policy", "tuning_table"},
     "api": BACKEND | {"agreement", "manager", "packing", "backends.host", "backends.te"},
     "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},

@@ -22,6 +22,7 @@ from fake_backend import FakeBackend
 from typer.testing import CliRunner
 
 from ub_dynamic.bench import lengths, op, race, start, tp_step
+from ub_dynamic.bench.arms import GUARDED, said, use_arm
 from ub_dynamic.bench.benches import BENCHES
 from ub_dynamic.bench.candidates import candidates, default_of
 from ub_dynamic.bench.interleave import interleaved, ratio, rounds_of, slowest, spread
@@ -29,14 +30,14 @@ from ub_dynamic.bench.operations import GEMMS, buckets, check_sizes
 from ub_dynamic.bench.peers import PEERS
 from ub_dynamic.bench.report import Budget, Report
 from ub_dynamic.bench.subject import probing, register
-from ub_dynamic.bench.te_steps import choose
 from ub_dynamic.bench.tuned import GrowingTable, gains
 from ub_dynamic.bench.tuner import UNMEASURED, cells_of, measure
 from ub_dynamic.bench.workloads import DISTRIBUTIONS, LogNormal, microbatches, read_lengths
-from ub_dynamic.bench.worlds import refusal, shares_gpu
+from ub_dynamic.bench.worlds import refusal
 from ub_dynamic.cli.app import app
 from ub_dynamic.errors import UBShapeError, UBUnsupportedError
 from ub_dynamic.manager import Manager
+from ub_dynamic.modes import shares_gpu
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice, Policy
 from ub_dynamic.rules import TokenRule
@@ -146,10 +147,21 @@ def test_an_arm_with_a_policy_stands_at_its_plan_after_one_without() -> None:
     backend = FakeBackend()
     manager = Manager(backend, (128, 64), check="never", policy=policy)
     for _ in range(2):
-        choose(manager, None)
-        assert backend.calls[-1] == {}
-        choose(manager, policy)
-        assert backend.calls[-1] == {"fc2_fprop": ring}
+        for arm in ("dynamic", "pad", "unguarded", "auto"):
+            use_arm(manager, arm, policy)
+            assert backend.calls[-1] == {} and backend.followed[-1] is False and manager.policy is None
+            assert manager.auto is (arm == "auto") and (backend.on_operand is not None) is (arm in GUARDED)
+        use_arm(manager, "policy", policy)
+        assert backend.calls[-1] == {"fc2_fprop": ring} and backend.followed[-1] is True
+        assert not manager.auto and backend.on_operand is not None
+
+
+def test_a_row_says_what_a_policy_chose_for_its_layers() -> None:
+    ring = OverlapConfig("ring_exchange")
+    bulk = Choice(OverlapConfig("bulk"), "")
+    choices = {"fc2_fprop": Choice(ring, ""), "fc1_dgrad": bulk, "qkv_fprop": Choice(ring, "")}
+    assert said(choices, ("fc1", "fc2")) == {"policy": "fc2_fprop ring_exchange, fc1_dgrad bulk"}
+    assert said({}, ("fc1",), ("a", "b")) == {"policy": "as configured", "policy_otherwise": "a; b"}
 
 
 class TestTheEnd:
@@ -264,6 +276,12 @@ class TestBudget:
 
 
 class TestSizes:
+    def test_the_sizes_of_one_rank(self) -> None:
+        assert GEMMS["fc1_dgrad"].local_features(8, 24, 2) == (8, 12)
+        assert GEMMS["fc2_fprop"].local_features(8, 24, 2) == (12, 8)
+        assert GEMMS["qkv_fprop"].local_rows(64, 4) == (16, 64)
+        assert GEMMS["proj_dgrad"].local_rows(64, 4) == (64, 16)
+
     def test_buckets_are_powers_of_two_and_both_ends(self) -> None:
         assert buckets(512, 16384, 2) == (512, 1024, 2048, 4096, 8192, 16384)
         assert buckets(600, 3000, 4) == (600, 1024, 2048, 3000)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,70 @@ class TestPolicy:
         assert backend.on_operand is not None
         backend.on_operand("fc1_fprop", 8)
         assert backend.calls[1:] == [{"fc2_fprop": NONE}, 8] and manager.active == (8, 64)
+
+    def test_a_living_manager_takes_another_policy_and_none(self) -> None:
+        manager, backend = make(policy=POLICY)
+        manager.set_active_shape([8, 64])
+        manager.set_buffer_active_shape("fc1_fprop", [32, 64])
+        backend.calls.clear()
+        other = Policy((1, 16), ({"fc2_fprop": Choice(RING, "other")}, SMALL))
+        manager.use_policy(other)
+        assert backend.calls == [{"fc2_fprop": RING}] and manager.policy is other and backend.followed[-1] is True
+        assert manager.active == (8, 64) and manager.buffer_active_shape("fc1_fprop") == (32, 64)
+        assert manager.set_active_shape([4, 64]).overlap == other.stages[0]
+        assert manager.set_active_shape([16, 64]).overlap == SMALL
+        manager.use_policy(None)
+        assert manager.policy is None and backend.followed[-1] is False
+        assert manager.set_active_shape([16, 64]).overlap == {}
+        assert manager.set_active_shape([128, 64]).overlap == {}
+        assert backend.calls[1:] == [4, {"fc2_fprop": NONE}, 16, {}, 128]
+
+    def test_the_same_policy_again_stands_where_it_stood(self) -> None:
+        """Somebody else may have switched the backend."""
+        manager, backend = make(policy=POLICY)
+        manager.set_active_shape([8, 64])
+        backend.switch({})
+        manager.use_policy(POLICY)
+        assert backend.calls[-1] == {"fc2_fprop": NONE} and manager.set_active_shape([8, 64]).overlap == SMALL
+
+    @pytest.mark.parametrize("why", ["unknown", "type", "busy", "layers", "auto", "destroyed"])
+    def test_a_refused_policy_changes_nothing(self, why: str) -> None:
+        manager, backend = make(policy=POLICY)
+        manager.set_active_shape([8, 64])
+        wanted: Any = Policy((1,), (LARGE,))
+        if why == "unknown":
+            wanted = Policy((1, 64), (LARGE, {"fc1_fprop": Choice(OverlapConfig("bulk"), "")}))
+        elif why == "type":
+            wanted = "table.json"
+        elif why == "busy":
+            backend.why_busy = "a filled buffer"
+        elif why == "layers":
+            backend.cannot_follow = "this TE is not known"
+        elif why == "auto":
+            manager.auto, backend.auto_excludes_policy = True, "auto comes too late"
+        else:
+            manager.destroy()
+        backend.calls.clear()
+        text = {
+            "unknown": "fc1_fprop has no method 'bulk'",
+            "type": "'table.json' is no Policy: TuningTable.policy",
+            "busy": "the policy cannot change now: a filled buffer",
+            "layers": "this TE is not known",
+            "auto": "auto comes too late",
+            "destroyed": "after destroy",
+        }[why]
+        with pytest.raises((UBStateError, UBUnsupportedError), match=text):
+            manager.use_policy(wanted)
+        assert backend.calls == [] and manager.policy is POLICY
+        backend.why_busy = None
+        assert manager.set_active_shape([8, 64]).overlap == SMALL
+
+    def test_auto_goes_back_to_the_configuration(self) -> None:
+        manager, backend = make(policy=POLICY)
+        backend.auto_excludes_policy = "auto comes too late"
+        manager.auto = True
+        manager.use_policy(None)
+        assert manager.policy is None and backend.calls[-1] == {}
 
     def test_a_named_change_reaches_the_alternatives(self) -> None:
         backend = FakeBackend()

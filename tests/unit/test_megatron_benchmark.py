@@ -25,7 +25,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def row(mode: str, step: int, **changes: Any) -> dict[str, Any]:
-    values = {"recompute": "no", "token_ratio": 0.6, "loss": 2.0, "grad_norm": 1.0, "seconds": 1.0}
+    values = {"part": "equal", "recompute": "no", "token_ratio": 0.6, "loss": 2.0, "grad_norm": 1.0, "seconds": 1.0}
     return {**values, "mode": mode, "step": step, **changes}
 
 
@@ -35,7 +35,9 @@ def test_arguments_and_names(program: ModuleType) -> None:
     options = program.parse(["--pp", "2"])
     assert (program.name_of(options), options.tp) == ("megatron_tp2pp2", [4])
     settings = program.settings_of(options, "full")
-    assert (settings.tp, settings.pp, settings.recompute, settings.hidden) == (2, 2, "full", 2048)
+    assert (settings.tp, settings.pp, settings.recompute, settings.hidden) == (2, 2, "full", 1024)
+    timed = program.timed_settings_of(options)
+    assert (timed.hidden, timed.max_document, timed.pp, timed.layers) == (4096, 4096, 2, settings.layers)
     with pytest.raises(Exception, match="the next valid value is 6"):
         program.parse(["--pp", "2", "--layers", "5"])
 
@@ -45,10 +47,12 @@ def test_figures_take_the_worst_of_all_kinds_of_recomputation(program: ModuleTyp
     for recompute, off in (("no", 0.01), ("full", 0.03)):
         for step in range(3):
             rows += [
-                row("dynamic", step, recompute=recompute, loss=2.0 + off, seconds=0.61),
+                row("dynamic", step, recompute=recompute, loss=2.0 + off, seconds=9.0),
                 row("pad", step, recompute=recompute, loss=2.0 + off / 2),
                 row("none", step, recompute=recompute, grad_norm=1.25),
             ]
+    for mode, seconds in (("dynamic", 0.61), ("pad", 1.0)):
+        rows += [row(mode, step, part="time", token_ratio=0.6, seconds=seconds, loss=5.0) for step in range(3)]
     figures = program.figures(rows)
     assert figures["iterations"] == 3
     assert figures["max_loss_diff"] == pytest.approx(0.03)

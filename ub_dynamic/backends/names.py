@@ -34,6 +34,10 @@ LAYERS: Mapping[str, tuple[Method, Collective]] = {
 }
 # dgrad with a method other than bulk reduce-scatters dgrad itself; its wgrad communicator then does not exist
 DGRAD_REDUCE_SCATTER = {"qkv_dgrad": "qkv_wgrad", "fc1_dgrad": "fc1_wgrad"}
+AUTO_EXCLUDES_POLICY = (
+    "auto=True takes T from an operand, when TE's layer has already decided how to overlap: with a policy set the "
+    "shape before, by microbatch(T) or set_ub_active_shape"
+)
 # GEMM -> the methods that TE's modules have for it: what a policy chooses from. The wgrad of a column-parallel layer
 # follows its dgrad: bulk with bulk, else none.
 GEMM_METHODS: Mapping[str, tuple[OverlapMethod, ...]] = {

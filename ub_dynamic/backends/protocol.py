@@ -22,14 +22,15 @@ class Backend(Protocol):
 
     ``specs``: those that follow the active shape, by name; alternatives of another method than the configured one
     are named ``"fc2_fprop (pipeline)"``. ``skipped``: the others, with the reason why they stay at capacity.
-    ``notes``: what a policy cannot do here, by GEMM or setting. The manager validates before it calls ``apply`` or
-    ``apply_one``.
+    ``notes``: what a policy cannot do here, by GEMM or setting. ``auto_excludes_policy``: why a policy and auto mode do
+    not go together here, or None. The manager validates before it calls ``apply`` or ``apply_one``.
     """
 
     name: str
     specs: Mapping[str, CommSpec]
     skipped: Mapping[str, str]
     notes: Mapping[str, str]
+    auto_excludes_policy: str | None
 
     def apply(self, tokens: int) -> None:
         """Give every communicator of ``specs`` the active shape ``[tokens, H]``: host only, no device call."""
@@ -47,6 +48,12 @@ class Backend(Protocol):
         """Let every GEMM of ``plan`` use its choice, and the others their configuration.
 
         Host only, no allocation; it cannot fail. The active shape stays.
+        """
+
+    def follow_choices(self, follow: bool) -> None:
+        """Whether layers ask, each time they run, what is chosen: while there is a policy. Off, they are as built.
+
+        Raises :class:`UBUnsupportedError`, with nothing changed, for layers that cannot be made to ask.
         """
 
     def busy(self) -> str | None:

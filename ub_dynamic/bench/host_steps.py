@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..backends.host import ColumnParallelLinear, HostBackend, RowParallelLinear
 from ..backends.names import resolve_specs
 from ..policy import Policy
+from .arms import said, use_arm
 from .interleave import no_collection
-from .te_steps import choose
 from .worlds import HostWorld
 
 
@@ -66,11 +67,7 @@ class HostSteps:
 
     def use(self, arm: str) -> None:
         """The guard and the policy as the arm has them."""
-        self.manager.backend.connect(None)
-        choose(self.manager, self._policy if arm == "policy" else None)
-        self.manager.auto = arm == "auto"
-        if arm in ("dynamic", "policy", "auto"):
-            self.manager.backend.connect(self.manager._on_operand)
+        use_arm(self.manager, arm, self._policy)
 
     def block(self, arm: str, tokens: int, steps: int) -> float:
         """Milliseconds a step of ``steps`` steps at T = ``tokens`` (``pad``: at capacity)."""
@@ -86,6 +83,12 @@ class HostSteps:
             for each in tokens:
                 self._step(arm, each)
             return 1000 * (time.perf_counter() - begin)
+
+    def policy(self, tokens: int) -> dict[str, Any]:
+        """Of a row: what the policy chose for the two linears at T."""
+        self.use("policy")
+        with self.manager.active_shape((tokens, self.hidden)) as report:
+            return said(report.overlap, ("fc1", "fc2"))
 
     def close(self) -> None:
         self.use("unguarded")

@@ -59,6 +59,15 @@ class Gemm:
             self.layer
         ]
 
+    def local_features(self, hidden: int, ffn: int, tp: int) -> tuple[int, int]:
+        """``(in, out)`` of one rank's shard of the layer."""
+        before, after = self.features(hidden, ffn)
+        return (before, after // tp) if self.column else (before // tp, after)
+
+    def local_rows(self, tokens: int, tp: int) -> tuple[int, int]:
+        """Rows of ``(input, output)`` of the layer on one rank."""
+        return (tokens // tp, tokens) if self.column else (tokens, tokens // tp)
+
     def flops(self, tokens: int, hidden: int, ffn: int, tp: int) -> float:
         """Of one rank, the wgrad GEMM of a backward included."""
         before, after = self.features(hidden, ffn)

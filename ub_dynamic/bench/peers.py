@@ -92,17 +92,14 @@ class AsyncTP:
         self._world, self._gemm, self._group = setting.world, setting.gemm, world.world.tp_group
         self._name = self._group.group_name
         enable_symm_mem_for_group(self._name)
-        before, after = setting.gemm.features(setting.hidden, setting.ffn)
-        tp = setting.world.size
-        local = (before, after // tp) if setting.gemm.column else (before // tp, after)
+        local = setting.gemm.local_features(setting.hidden, setting.ffn, setting.world.size)
         self._weight = setting.world.random((local[1], local[0]), 3)
         self._operand = setting.world.random((setting.capacity, local[0]), 1)
         self._grad = setting.world.random((setting.capacity, local[1]), 2)
 
     def block(self, tokens: int, steps: int) -> float:
-        part = tokens // self._world.size
-        column = self._gemm.column
-        operand, grad = self._operand[: part if column else tokens], self._grad[: tokens if column else part]
+        rows, rows_out = self._gemm.local_rows(tokens, self._world.size)
+        column, operand, grad = self._gemm.column, self._operand[:rows], self._grad[:rows_out]
         if not self._gemm.backward:
             run = self._gather if column else self._scatter
             return self._world.timed(lambda _: run(operand, self._weight.t()), steps)
@@ -161,8 +158,8 @@ class CublasMp:
         flags = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": column}
         with self._standing():
             layer = world.linear(setting.gemm.layer, before, after, "column" if column else "row", flags)
-        local = (before, after // world.size) if column else (before // world.size, after)
-        self._subject, self._column = Subject(world, setting.gemm, layer, local, setting.capacity), column
+        local = setting.gemm.local_features(setting.hidden, setting.ffn, world.size)
+        self._gemm, self._subject = setting.gemm, Subject(world, setting.gemm, layer, local, setting.capacity)
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
@@ -176,9 +173,9 @@ class CublasMp:
             base._ub_communicators, base._ub_with_cublasmp = other, False
 
     def block(self, tokens: int, steps: int) -> float:
-        part = tokens // self._world.size
+        rows, rows_out = self._gemm.local_rows(tokens, self._world.size)
         with self._standing():
-            return self._subject.block(part if self._column else tokens, steps, tokens if self._column else part)
+            return self._subject.block(rows, steps, rows_out)
 
     def close(self) -> None:
         self._world.meet()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ..errors import UBUnsupportedError
+from ..modes import CPU_MPI, gpu_mode, ranks_apart, ranks_on_one_gpu
 from ..testing import one_gpu
 from ..testing.launch import RankRun, mpi_missing, start_ranks, tail
 from ..testing.mps import CONTROL, running
@@ -65,13 +66,13 @@ def mode_of(backend: BackendName, ranks: int) -> str:
     if backend == "host":
         if (missing := mpi_missing()) is not None:
             raise UBUnsupportedError(f"the host backend is measured over MPI: {missing}")
-        return "cpu-mpi"
+        return CPU_MPI
     import torch
 
     devices = torch.cuda.device_count()
     if devices == 0:
         raise UBUnsupportedError("backend te needs a CUDA device, and torch sees none; --backend host needs none")
-    return f"{ranks}-gpus" if devices >= ranks else f"one-gpu-{ranks}-ranks"
+    return gpu_mode(ranks, shared=devices < ranks)
 
 
 def run(
@@ -114,7 +115,7 @@ def collect(
         added = {name: value for name, value in (env or {}).items() if name not in os.environ}
         environment = {**added, EVENTS: str(path), "PYTHONPATH": _python_path()}
         with _Reader(path, on_event) as reader:
-            if mode.startswith("one-gpu"):
+            if ranks_on_one_gpu(mode):
                 status, said = _on_one_gpu(words, ranks, timeout_s, environment, mps, output)
             else:
                 status, said = _launched(words, mode, ranks, timeout_s, environment)
@@ -147,7 +148,7 @@ def _on_one_gpu(
 def _launched(
     words: Sequence[str], mode: str, ranks: int, timeout_s: float, environment: Mapping[str, str]
 ) -> tuple[int, str]:
-    gpus = mode.endswith("-gpus")
+    gpus = ranks_apart(mode) > 0
     kept = {name: value for name, value in _GPU_ENV.items() if gpus and name not in os.environ}
     launcher: Any = "torchrun" if gpus else "mpirun"
     program, arguments = (words[1], words[2:]) if words[0] == "-m" else (words[0], words[1:])

@@ -55,20 +55,17 @@ class Operation:
 
     def __init__(self, world: World, gemm: Gemm, hidden: int, ffn: int, capacity: int, plain: bool = False) -> None:
         before, after = gemm.features(hidden, ffn)
-        tp = world.size
-        local = (before, after // tp) if gemm.column else (before // tp, after)
+        local = gemm.local_features(hidden, ffn, world.size)
         if plain:
             layer = world.plain_linear(*local)
         else:
             layer = world.linear(gemm.layer, before, after, "column" if gemm.column else "row")
-        self._tp, self._gemm, self._plain = tp, gemm, plain
+        self._tp, self._gemm, self._plain = world.size, gemm, plain
         self.subject = Subject(world, gemm, layer, local, capacity)
 
     def block(self, tokens: int, steps: int) -> float:
         """Milliseconds a step at T = ``tokens``; the active shape is T."""
-        part = tokens // self._tp
-        rows = part if self._gemm.column and not self._plain else tokens
-        rows_out = part if not self._gemm.column and not self._plain else tokens
+        rows, rows_out = self._gemm.local_rows(tokens, 1 if self._plain else self._tp)
         return self.subject.block(rows, steps, rows_out)
 
 

@@ -15,14 +15,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from .. import api
-from ..policy import Policy
+from ..policy import Choices, Policy
 from ..testing.te_layers import KINDS, OVERLAPS, LayerKind, build, random_tensor
 from ..testing.te_memory import initialise
-from ..testing.te_world import World, quantization_modes, ub_cfgs_with_room
+from ..testing.te_world import World, make_stock_userbuffers, ub_cfgs_with_room
+from .arms import said, use_arm
 from .interleave import no_collection
+from .operations import LAYERS
 from .worlds import WARM
 
 Step = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], None]
@@ -69,30 +70,16 @@ class Sets:
             return self._helpers[-1]
 
         self._base._ub_communicators = None
-        with (
-            mock.patch.object(tex, "CommOverlapHelper", keep),
-            mock.patch.object(dist, "new_group", return_value=self._world.control),  # TE would leave one behind
-        ):
-            self._base.initialize_ub(
-                [tokens, self.hidden],
-                self._world.size,
-                quantization_modes=quantization_modes(["none"]),
-                dtype=torch.bfloat16,
-                ub_cfgs=ub_cfgs_with_room(self._world),
-                bootstrap_backend="gloo",
-            )
+        with mock.patch.object(tex, "CommOverlapHelper", keep):
+            make_stock_userbuffers(self._world, [tokens, self.hidden])
         self._exact = self._base._ub_communicators
 
     def use(self, arm: str) -> None:
         """Point TE at the communicators of an arm, and put the guard's wrappers where the arm has them."""
         self._base._ub_communicators = self._dynamic
-        self.manager.backend.connect(None)
-        choose(self.manager, self._policy if arm == "policy" else None)
-        self.manager.auto = arm == "auto"
+        use_arm(self.manager, arm, self._policy)
         if arm == "exact":
             self._base._ub_communicators = self._exact
-        if arm in ("dynamic", "policy", "auto"):
-            self.manager.backend.connect(self.manager._on_operand)
 
     def close(self) -> None:
         self.use("unguarded")
@@ -101,16 +88,6 @@ class Sets:
         self._exact = self._dynamic = {}
         api.destroy_ub()
         self._helpers.clear()
-
-
-def choose(manager: Any, policy: Policy | None) -> None:
-    """Back to capacity, with ``policy`` from now on, or with every GEMM as configured."""
-    manager.reset_active_shape()
-    manager.policy, manager._stage, manager._standing = policy, -1, None
-    if policy is None:
-        manager.backend.switch(manager.backend.plan({}))
-    else:
-        manager._switch(policy, policy.stage(manager.capacity[0]))
 
 
 class TESteps:
@@ -152,6 +129,13 @@ class TESteps:
             torch.cuda.synchronize()
             return 1000 * (time.perf_counter() - begin)
 
+    def policy(self, tokens: int) -> dict[str, Any]:
+        """Of a row: what the policy chose for this layer at T, and what it does otherwise, as its own flags say."""
+        layers = LAYERS if self.kind.name == "te.TransformerLayer" else ("fc1", "fc2")
+        self.sets.use("policy")
+        with self.sets.manager.active_shape([tokens, self.sets.hidden]) as report:
+            return said(report.overlap, layers, all_the_same(self._layers[True], report.overlap))
+
     def close(self) -> None:
         self.sets.close()
 
@@ -170,6 +154,18 @@ class TESteps:
     def _auto(self, layer: torch.nn.Module, leaf: torch.Tensor, grad: torch.Tensor, tokens: int) -> None:
         _plain(layer, leaf, grad, tokens)
         self.sets.manager.reset_active_shape()  # as many changes as active_shape makes
+
+
+def all_the_same(layer: torch.nn.Module, choices: Choices) -> tuple[str, ...]:
+    """The gathers that ``layer`` overlaps now though none was chosen: of a LayerNormMLP one flag has two of them."""
+    import transformer_engine.pytorch as te
+
+    flags = [each.ub_overlap_ag for each in layer.modules() if isinstance(each, te.LayerNormMLP)]
+    return tuple(
+        f"{gemm} overlaps all the same: LayerNormMLP has one flag for it and {other}"
+        for gemm, other in (("fc1_fprop", "fc2_dgrad"), ("fc2_dgrad", "fc1_fprop"))
+        if gemm in choices and choices[gemm].config.method == "none" and any(flags)
+    )
 
 
 def _plain(layer: torch.nn.Module, leaf: torch.Tensor, grad: torch.Tensor, _tokens: int) -> None:

@@ -36,6 +36,9 @@ class Steps(Protocol):
     def epoch(self, arm: str, tokens: Sequence[int]) -> float:
         """Milliseconds of all microbatches of these T, one step each."""
 
+    def policy(self, tokens: int) -> dict[str, Any]:
+        """What the policy chose at T, in words for a row."""
+
     def close(self) -> None:
         """Give the communicators back."""
 
@@ -111,6 +114,7 @@ def one_length(
     begin = time.monotonic()
     until -= (until - begin) * 0.15  # what the comparison with pad takes
     exact = tokens if "exact" in arms else None
+    chosen: dict[str, Any] = {}
     for number, exact_first in enumerate((False, True)):
         steps = steps_of(exact, exact_first)
         block = _at(steps, tokens)
@@ -121,6 +125,8 @@ def one_length(
         if exact_first and "pad" in arms:
             beside = interleaved(("dynamic", "pad"), block, world.gather, 0.0)
             taken["pad"], taken["dynamic beside pad"] = beside["pad"], beside["dynamic"]
+        if "policy" in arms:
+            chosen = steps.policy(tokens)
         steps.close()
     row: dict[str, Any] = {
         "layer": options.get("layer", "MLP"),
@@ -130,7 +136,7 @@ def one_length(
         "blocks": len(taken[together[0]]),
     }
     row |= {f"{arm}_ms": statistics.median(times) for arm, times in taken.items() if times and " " not in arm}
-    row |= _ratios(taken, fraction)
+    row |= _ratios(taken, fraction) | chosen
     if "rebuild" in arms:
         row["rebuild_ms"] = reinitialise_ms(world, tokens, options["hidden"]) + row.get("exact_ms", row["dynamic_ms"])
     return row

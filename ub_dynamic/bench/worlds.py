@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between measuring on the host and on GPUs: the clock, the layers, how ranks meet.
 
-Three modes: ``"cpu-mpi"``, ``"one-gpu-N-ranks"`` and ``"N-gpus"``. A comparison that a mode cannot support has a
-reason here (:func:`refusal`), and is refused with it instead of being printed.
+A comparison that a mode (:mod:`ub_dynamic.modes`) cannot support has a reason here (:func:`refusal`), and is refused
+with it instead of being printed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import torch
 from ..api import destroy_ub, initialize_ub
 from ..groups import Group
 from ..manager import Manager
+from ..modes import CPU_MPI, shares_gpu
 from .interleave import no_collection
 
 BackendName = Literal["host", "te"]
@@ -38,12 +38,6 @@ def refusal(mode: str, arm: str) -> str | None:
     if shares_gpu(mode) and arm in _NEEDS_GPUS:
         return f"{arm}: {_SHARED}"
     return None
-
-
-def shares_gpu(mode: str) -> bool:
-    """Whether several ranks share one GPU."""
-    match = re.fullmatch(r"one-gpu-(\d+)-ranks", mode)
-    return match is not None and int(match[1]) > 1
 
 
 class World(Protocol):
@@ -85,7 +79,7 @@ class HostWorld:
     """Ranks on CPUs, over MPI; times are wall times after a barrier."""
 
     backend: BackendName = "host"
-    mode = "cpu-mpi"
+    mode = CPU_MPI
     cfgs: Mapping[str, Mapping[str, Any]] | None = None
 
     def __init__(self, group: Group, dtype: torch.dtype = torch.float32) -> None:

@@ -46,7 +46,8 @@ Policy = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Take a table of another machine or version")]
 Arms = Annotated[str | None, typer.Option(help="Arms to compare, as in dynamic,exact; default all")]
 Capacity = Annotated[int | None, typer.Option(min=64, help="Registered tokens; default 16384 on GPUs, 512 on the host")]
-Layer = Annotated[str, typer.Option(help="te.LayerNormMLP or te.TransformerLayer (GPUs)")]
+LAYERS = ("te.LayerNormMLP", "te.TransformerLayer")
+Layer = Annotated[str, typer.Option(help=f"{' or '.join(LAYERS)} (GPUs)")]
 
 
 @bench.command(name="set-shape")
@@ -102,7 +103,7 @@ def tp_step(
     tokens: Tokens = None,
     capacity: Capacity = None,
     arms: Arms = None,
-    layer: Layer = "te.LayerNormMLP",
+    layer: Layer = LAYERS[0],
     policy: Policy = None,
     force: Force = False,
     seconds: Seconds = 120,
@@ -137,7 +138,7 @@ def lengths(
     count: Annotated[int, typer.Option(min=1, help="Microbatches of each workload")] = 16,
     seed: Annotated[int, typer.Option(help="Of the drawn lengths")] = 0,
     arms: Arms = None,
-    layer: Layer = "te.LayerNormMLP",
+    layer: Layer = LAYERS[0],
     policy: Policy = None,
     force: Force = False,
     seconds: Seconds = 120,
@@ -185,9 +186,8 @@ def _step_options(
     seconds: float,
 ) -> dict[str, Any]:
     chosen, between = sizes(backend, hidden, ffn)
-    layers = ("te.LayerNormMLP", "te.TransformerLayer")
-    if layer not in layers:
-        raise typer.BadParameter(f"{layer!r} is not one of {', '.join(layers)}", param_hint="--layer")
+    if layer not in LAYERS:
+        raise typer.BadParameter(f"{layer!r} is not one of {', '.join(LAYERS)}", param_hint="--layer")
     return {
         "hidden": chosen,
         "ffn": between,

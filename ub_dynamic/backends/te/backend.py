@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
@@ -14,6 +15,7 @@ from ...errors import UBUnsupportedError
 from ...groups import Group
 from ...overlap import OverlapConfig
 from ...shapes import CommSpec, Shape
+from ..names import AUTO_EXCLUDES_POLICY
 from ..protocol import OnOperand
 from .communicators import Communicator
 from .guard import Guard
@@ -29,6 +31,7 @@ class TEBackend:
     """
 
     name = "te"
+    auto_excludes_policy: str | None = AUTO_EXCLUDES_POLICY
 
     def __init__(
         self,
@@ -58,7 +61,13 @@ class TEBackend:
         self._registry = registry
         self._index = {name: index for index, name in enumerate(self.specs)}
         self._destroyed = False
-        self.guard = Guard(communicators, capacity, nvtx=self._nvtx, methods=plans.methods if plans else dict)
+        self.guard = Guard(
+            communicators,
+            capacity,
+            nvtx=self._nvtx,
+            methods=plans.methods if plans else dict,
+            make_gate=None if native is None or registry is None else functools.partial(native.Gate, registry),
+        )
         self.apply: Callable[[int], None] = self._make_apply()
         self.switch: Callable[[Any], None] = plans.switch if plans else lambda plan: None
 
@@ -92,6 +101,10 @@ class TEBackend:
         if choices:
             raise UBUnsupportedError(f"initialize_ub was given no alternatives, so nothing can be chosen: {choices}")
         return None
+
+    def follow_choices(self, follow: bool) -> None:
+        if self._plans is not None:
+            self._plans.follow_choices(follow)
 
     def busy(self) -> str | None:
         return self.guard.busy()

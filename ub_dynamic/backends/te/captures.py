@@ -43,7 +43,7 @@ class Captures:
         """Whether a capture is under way; asks CUDA only where nothing is counted."""
         if self._watching:
             return self._count > 0 or (self._te is not None and self._te())
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def _wrap_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -30,7 +30,10 @@ class Flags:
         self._patches = Patches()
 
     def install(self) -> None:
-        """Put the descriptors in; :class:`UBUnsupportedError`, with nothing changed, for classes that are not known."""
+        """Put the descriptors in, unless they are; :class:`UBUnsupportedError`, with nothing changed, for classes that
+        are not known."""
+        if self._patches:
+            return
         import transformer_engine.pytorch as te
 
         try:

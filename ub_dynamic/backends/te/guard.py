@@ -5,6 +5,9 @@ TE reads the buffer's shape, not the operand's, when it enqueues a reduce-scatte
 it write past the chunk, without an error. So each way in is wrapped: ``tex.generic_gemm``, which all of TE's modules
 and fused operations call by attribute, and the communicators' ``copy_into_buffer`` and ``get_buffer``. The same
 places tell when the shape must not change (:meth:`Guard.busy`) and, in auto mode, what it has to be.
+
+A step makes a dozen such calls, and where the host is the limit, each costs. So native code passes on what agrees with
+the active shape (``csrc/gate.h``), and the wrappers here see the rest.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class _Entry:
 class Guard:
     """The wrappers around one set of communicators; :meth:`install` and :meth:`remove` may alternate.
 
-    ``runs`` counts, by ``(communicator, kind)``, the overlaps that were enqueued.
+    ``runs`` counts, by ``(communicator, kind)``, the overlaps that were enqueued. ``make_gate(lent, enqueuing, runs,
+    gather, scatter)`` returns the native fast path; communicators are in its registry in the order of ``communicators``
+    that have a spec.
     """
 
     def __init__(
@@ -68,12 +73,15 @@ class Guard:
         *,
         nvtx: bool = False,
         methods: hazards.Methods = dict,
+        make_gate: Callable[..., Any] | None = None,
     ) -> None:
         self.runs: Counter[tuple[str, str]] = Counter()
         self._communicators = tuple(communicators)
         self._capacity = capacity
         self._nvtx = nvtx
         self._methods = methods
+        self._make_gate = None if nvtx else make_gate
+        self._gate: Any = None
         self._patches = Patches()
         self._captures = Captures()
         self._on_operand: OnOperand = lambda name, tokens: None
@@ -88,13 +96,14 @@ class Guard:
         self._on_operand = on_operand
         self._entries = {id(comm.reference()): self._entry(comm) for comm in self._communicators}
         self._ag, self._rs = tex.CommOverlapType.AG, tex.CommOverlapType.RS
+        self._gate = self._new_gate()
         try:
             hazards.refuse(self._patches, self._communicators, self._methods)
             self._captures.watch(self._patches)
-            self._patches.replace(tex, "generic_gemm", self._wrap_gemm)
+            self._replace(tex, "generic_gemm", self._wrap_gemm)
             for kind in (tex.CommOverlap, tex.CommOverlapP2P):
-                self._patches.replace(kind, "copy_into_buffer", self._wrap_copy)
-                self._patches.replace(kind, "get_buffer", self._wrap_get_buffer)
+                self._replace(kind, "copy_into_buffer", self._wrap_copy)
+                self._replace(kind, "get_buffer", self._wrap_get_buffer)
         except BaseException:
             self.remove()
             raise
@@ -105,7 +114,39 @@ class Guard:
             logger.warning("%s was replaced by somebody else and keeps our wrapper inside", name)
         self._captures.stop()
         self._entries.clear()  # a wrapper that stays behind finds nothing to check
+        if self._gate is not None:
+            self._gate.clear()
         self._lent.clear()
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        def make(original: Any) -> Any:
+            wrapper = wrap(original)
+            return wrapper if self._gate is None else getattr(self._gate, name)(original, wrapper)
+
+        self._patches.replace(owner, name, make)
+
+    def _new_gate(self) -> Any:
+        if self._make_gate is None:
+            return None
+        gate = self._make_gate(self._lent, self._enqueuing, self.runs, self._ag, self._rs)
+        dynamic = [comm for comm in self._communicators if comm.spec is not None]
+        for index, comm in enumerate(dynamic):
+            spec, buffer = comm.spec, comm.reference()
+            if spec is None or buffer is None or spec.dtype.itemsize == 1:
+                continue  # quantised operands have no plain shape, so they take the long way
+            entry = self._entries[id(buffer)]
+            gate.add(
+                buffer,
+                entry.name,
+                index,
+                entry.hidden,
+                entry.tp,
+                splits=spec.method != "bulk",
+                copies=not entry.ring_rs,
+                lends=entry.bulk_rs,
+                kinds=[(entry.name, _KINDS[bulk, scatters]) for bulk in (False, True) for scatters in (False, True)],
+            )
+        return gate
 
     def busy(self) -> str | None:
         """Why the shape must not change right now, or None."""

@@ -76,10 +76,7 @@ class Plans:
             indices = self._made[gemm.name].index, self._made[other].index
             registry.pair(keys[gemm.name, mode], keys[other, mode], *indices)
         self.switch(self.plan({}))
-        if any(gemm.switches_off for gemm in arrangement.gemms.values()) or any(
-            gemm.name in DGRAD_REDUCE_SCATTER for gemm in self._paired()
-        ):
-            self._flags.install()
+        self.follow_choices(True)
 
     def plan(self, choices: Mapping[str, OverlapConfig]) -> Plan:
         """The plan in which each GEMM of ``choices`` does as chosen, and the others as configured."""
@@ -105,6 +102,15 @@ class Plans:
         """The name under which TE's modules find this communicator now."""
         table = self._names[_TABLE].items()
         return next(communicator_name(key) for key, made in table if made is comm.reference())
+
+    def follow_choices(self, follow: bool) -> None:
+        """Let TE's layers read their flags from what is chosen, if any choice concerns them, or give them back."""
+        if not follow:
+            self.close()
+        elif any(gemm.switches_off for gemm in self._arrangement.gemms.values()) or any(
+            gemm.name in DGRAD_REDUCE_SCATTER for gemm in self._paired()
+        ):
+            self._flags.install()
 
     def close(self) -> None:
         """Give TE's layers their flags back."""

@@ -7,9 +7,11 @@
 #include <dlfcn.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "board.h"
+#include "gate.h"
 #include "registry.h"
 
 namespace ub_dynamic {
@@ -132,6 +134,18 @@ void destroy_shared() {
   Closer closer(create);
 }
 
+using Path = py::object (Gate::*)(const py::object &, const py::object &, const py::args &, const py::kwargs &);
+
+// A function that lets `gate` decide between `original` and `slow`; `method`: as an attribute of a class.
+template <Path path, bool method>
+py::object wrapped(const std::shared_ptr<Gate> &gate, const py::object &original, const py::object &slow) {
+  const py::cpp_function function([gate, original, slow](const py::args &args, const py::kwargs &kwargs) {
+    return (gate.get()->*path)(original, slow, args, kwargs);
+  });
+  if (!method) return function;
+  return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+}
+
 }  // namespace
 }  // namespace ub_dynamic
 
@@ -155,6 +169,16 @@ PYBIND11_MODULE(active_shape, m) {
       .def(py::init<py::buffer, py::buffer, std::int64_t, std::int64_t, std::int64_t, std::int64_t>(), py::arg("words"),
            py::arg("compared"), py::arg("rank"), py::arg("size"), py::arg("slots"), py::arg("ahead"))
       .def("exchange", &Board::exchange, py::arg("tokens"));
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", py::module_local())
+      .def(py::init<const Registry *, py::dict, py::dict, py::dict, py::object, py::object>(), py::keep_alive<1, 2>(),
+           py::arg("registry"), py::arg("lent"), py::arg("enqueuing"), py::arg("runs"), py::arg("gather"),
+           py::arg("scatter"))
+      .def("add", &Gate::add, py::arg("communicator"), py::arg("name"), py::arg("index"), py::arg("hidden"),
+           py::arg("tp"), py::arg("splits"), py::arg("copies"), py::arg("lends"), py::arg("kinds"))
+      .def("clear", &Gate::clear)
+      .def("generic_gemm", &wrapped<&Gate::gemm, false>, py::arg("original"), py::arg("slow"))
+      .def("copy_into_buffer", &wrapped<&Gate::copy, true>, py::arg("original"), py::arg("slow"))
+      .def("get_buffer", &wrapped<&Gate::get_buffer, true>, py::arg("original"), py::arg("slow"));
   m.def("inspect", &inspect, py::arg("communicator"));
   m.def("settings", &settings, py::arg("communicator"));
   m.def("set_settings", &set_settings, py::arg("communicator"), py::arg("num_splits"), py::arg("num_sm"),

@@ -164,6 +164,13 @@ class Registry {
     return entry.tokens();
   }
 
+  // T of the communicator at `index` as it is now; 0 if that is another object, or gone.
+  size_t tokens(size_t index, PyObject *communicator) const {
+    if (index >= entries_.size()) return 0;
+    const auto &entry = entries_[index];
+    return alive(entry.reference).ptr() == communicator ? entry.tokens() : 0;
+  }
+
   // Transformer Engine's table of communicators is the value of `name` in `names`, its module's namespace. The
   // table itself is never held, since it holds the communicators.
   void use_table(py::dict names, py::str name) {

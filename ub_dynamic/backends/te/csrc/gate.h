@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fast path of the guard: a call whose operands agree with the active shape is passed on as it came.
+//
+// What is checked, and every error, are those of ub_dynamic/backends/te/guard.py. This only answers whether all is
+// well; every other call goes to the Python wrapper, which looks again and says what is wrong. Both keep the same
+// dictionaries of what is under way.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "registry.h"
+
+namespace ub_dynamic {
+
+// Positions in generic_gemm; Transformer Engine passes the last four by keyword.
+enum Argument : Py_ssize_t { kA = 0, kTransA = 1, kB = 2, kComm = 16, kCommType = 17, kExtra = 18, kBulk = 19 };
+
+class Gate {
+ public:
+  // `lent`, `enqueuing`, `runs`: the guard's own. `gather`, `scatter`: members of CommOverlapType.
+  Gate(const Registry *registry, py::dict lent, py::dict enqueuing, py::dict runs, py::object gather, py::object scatter)
+      : registry_(registry), lent_(std::move(lent)), enqueuing_(std::move(enqueuing)), runs_(std::move(runs)),
+        gather_(std::move(gather)), scatter_(std::move(scatter)) {}
+
+  // A communicator that the fast path may pass. `index`: of the registry. `kinds`: keys of `runs` for all-gather and
+  // reduce-scatter that overlap a GEMM, and for both in bulk.
+  void add(py::handle communicator, py::str name, size_t index, size_t hidden, size_t tp, bool splits, bool copies,
+           bool lends, std::vector<py::object> kinds) {
+    if (kinds.size() != 4) throw py::value_error("there are four kinds of overlap");
+    uses_[communicator.ptr()] = std::make_shared<const Use>(
+        Use{std::move(name), index, hidden, tp, splits, copies, lends, std::move(kinds)});
+  }
+
+  // From now on every call is passed on; what belongs to the guard is let go of.
+  void clear() {
+    uses_.clear();
+    lent_ = enqueuing_ = runs_ = py::dict();
+  }
+
+  // generic_gemm(...) of Transformer Engine's extension.
+  py::object gemm(const py::object &original, const py::object &slow, const py::args &args, const py::kwargs &kwargs) {
+    PyObject *comm = argument(args, kComm, kwargs, names().comm);
+    if (comm == nullptr || comm == Py_None) {
+      const bool looks = PyDict_GET_SIZE(lent_.ptr()) > 0;
+      return call(looks ? slow : original, args, kwargs);
+    }
+    const auto use = find(comm);  // held: the call may take the guard away
+    const int kind = use == nullptr ? -1 : well(*use, comm, args, kwargs);
+    if (kind < 0) return call(uses_.empty() ? original : slow, args, kwargs);
+    if (PyDict_GET_SIZE(lent_.ptr()) > 0 && PyDict_Contains(lent_.ptr(), use->name.ptr()) == 1) {
+      PyDict_DelItem(lent_.ptr(), use->name.ptr());
+    }
+    const py::int_ thread(PyThread_get_thread_ident());
+    const py::dict enqueuing = enqueuing_, runs = runs_;
+    enqueuing[thread] = use->name;
+    struct Done {
+      const py::dict &under_way;
+      const py::int_ &thread;
+      ~Done() {
+        PyObject *type, *value, *trace;  // an exception of the call stays what it is
+        PyErr_Fetch(&type, &value, &trace);
+        if (PyDict_DelItem(under_way.ptr(), thread.ptr()) != 0) PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+      }
+    };
+    py::object result;
+    {
+      Done done{enqueuing, thread};
+      result = call(original, args, kwargs);
+    }
+    count(runs, use->kinds[static_cast<size_t>(kind)]);
+    return result;
+  }
+
+  // copy_into_buffer(communicator, input, local_chunk=False)
+  py::object copy(const py::object &original, const py::object &slow, const py::args &args, const py::kwargs &kwargs) {
+    PyObject *comm = args.empty() ? nullptr : args[0].ptr();
+    const auto use = find(comm);
+    if (use == nullptr) return call(uses_.empty() ? original : slow, args, kwargs);
+    PyObject *input = argument(args, 1, kwargs, names().input);
+    const int local = truth(argument(args, 2, kwargs, names().local_chunk), 0);
+    const Size size = input != nullptr && use->copies && local >= 0 ? size_of(input) : Size{};
+    return call(size.known && holds(*use, comm, size, local == 1) ? original : slow, args, kwargs);
+  }
+
+  // get_buffer(communicator, local_chunk=False, shape=None)
+  py::object get_buffer(const py::object &original, const py::object &slow, const py::args &args,
+                        const py::kwargs &kwargs) {
+    PyObject *comm = args.empty() ? nullptr : args[0].ptr();
+    const auto use = find(comm);
+    if (use == nullptr) return call(uses_.empty() ? original : slow, args, kwargs);
+    PyObject *shape = argument(args, 2, kwargs, names().shape);
+    const int local = truth(argument(args, 1, kwargs, names().local_chunk), 0);
+    const bool given = shape != nullptr && shape != Py_None;
+    bool fits = use->copies && local >= 0;
+    if (fits && given) {
+      const Size size = size_in(shape);
+      fits = size.known && holds(*use, comm, size, local == 1);
+    }
+    if (!fits) return call(slow, args, kwargs);
+    const bool lends = local == 0 && (given || use->lends);
+    const py::dict lent = lent_;
+    py::object view = call(original, args, kwargs);
+    if (lends) lent[use->name] = py::weakref(view);
+    return view;
+  }
+
+ private:
+  struct Use {
+    py::str name;
+    size_t index, hidden, tp;
+    bool splits;  // a GEMM + reduce-scatter through it is what it was registered for
+    bool copies;  // its buffer is a [T, H] that operands are copied into
+    bool lends;   // its buffer is handed out before a shape is named
+    std::vector<py::object> kinds;
+  };
+
+  // Of a tensor as a matrix: all dimensions but the last together, and the last.
+  struct Size {
+    size_t rows = 0, columns = 0;
+    bool known = false;
+  };
+
+  // Names of arguments and attributes, made once.
+  struct Names {
+    static PyObject *make(const char *name) { return PyUnicode_InternFromString(name); }
+    PyObject *a = make("A"), *b = make("B"), *trans_a = make("transA"), *comm = make("comm_overlap"),
+             *comm_type = make("comm_type"), *extra = make("extra_output"), *bulk = make("bulk_overlap"),
+             *input = make("input"), *local_chunk = make("local_chunk"), *shape = make("shape");
+  };
+
+  static const Names &names() {
+    static const Names all;
+    return all;
+  }
+
+  std::shared_ptr<const Use> find(PyObject *communicator) const {
+    const auto found = uses_.find(communicator);
+    return found == uses_.end() ? nullptr : found->second;
+  }
+
+  static py::object call(const py::object &function, const py::args &args, const py::kwargs &kwargs) {
+    PyObject *result = PyObject_Call(function.ptr(), args.ptr(), kwargs.ptr());
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+  }
+
+  static PyObject *argument(const py::args &args, Py_ssize_t position, const py::kwargs &kwargs, PyObject *name) {
+    if (position < PyTuple_GET_SIZE(args.ptr())) return PyTuple_GET_ITEM(args.ptr(), position);
+    return PyDict_GET_SIZE(kwargs.ptr()) == 0 ? nullptr : PyDict_GetItemWithError(kwargs.ptr(), name);
+  }
+
+  // 0 or 1 for a bool, `absent` for no argument, -1 for anything else.
+  static int truth(PyObject *value, int absent) {
+    if (value == nullptr) return absent;
+    return value == Py_True ? 1 : value == Py_False ? 0 : -1;
+  }
+
+  static Size size_in(PyObject *shape) {
+    Size size;
+    const bool tuple = PyTuple_Check(shape), list = PyList_Check(shape);
+    const Py_ssize_t count = tuple ? PyTuple_GET_SIZE(shape) : list ? PyList_GET_SIZE(shape) : 0;
+    size.rows = 1;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject *item = tuple ? PyTuple_GET_ITEM(shape, i) : PyList_GET_ITEM(shape, i);
+      const Py_ssize_t value = PyLong_CheckExact(item) ? PyLong_AsSsize_t(item) : -1;
+      if (value < 0) {
+        PyErr_Clear();
+        return Size{};
+      }
+      (i + 1 < count ? size.rows : size.columns) = (i + 1 < count ? size.rows : 1) * static_cast<size_t>(value);
+    }
+    size.known = count > 0;
+    return size;
+  }
+
+  static Size size_of(PyObject *tensor) {
+    PyObject *shape = PyObject_GetAttr(tensor, names().shape);
+    if (shape == nullptr) {
+      PyErr_Clear();
+      return Size{};
+    }
+    const Size size = size_in(shape);
+    Py_DECREF(shape);
+    return size;
+  }
+
+  bool holds(const Use &use, PyObject *communicator, const Size &size, bool local_chunk) const {
+    const size_t tokens = registry_->tokens(use.index, communicator), numel = size.rows * size.columns;
+    return tokens > 0 && (local_chunk ? numel * use.tp : numel) == tokens * use.hidden;
+  }
+
+  // Which kind of overlap it is, or -1 where Python has to look.
+  int well(const Use &use, PyObject *communicator, const py::args &args, const py::kwargs &kwargs) const {
+    PyObject *type = argument(args, kCommType, kwargs, names().comm_type);
+    const int bulk = truth(argument(args, kBulk, kwargs, names().bulk), 0);
+    if (bulk < 0 || (type != gather_.ptr() && type != scatter_.ptr())) return -1;
+    const bool scatters = type == scatter_.ptr();
+    PyObject *b = argument(args, kB, kwargs, names().b);
+    const Size operand = b == nullptr ? Size{} : size_of(b);
+    const size_t tokens = registry_->tokens(use.index, communicator);
+    if (!operand.known || tokens == 0 || operand.rows != tokens) return -1;
+    if (scatters && bulk == 0 && !scatter_fits(use, args, kwargs, tokens)) return -1;
+    return 2 * bulk + static_cast<int>(scatters);
+  }
+
+  static bool scatter_fits(const Use &use, const py::args &args, const py::kwargs &kwargs, size_t tokens) {
+    if (!use.splits) return false;
+    PyObject *a = argument(args, kA, kwargs, names().a);
+    const int transposed = truth(argument(args, kTransA, kwargs, names().trans_a), -1);
+    if (a == nullptr || transposed < 0) return false;
+    const Size weight = size_of(a);
+    if (!weight.known || (transposed == 1 ? weight.rows : weight.columns) != use.hidden) return false;
+    PyObject *extra = argument(args, kExtra, kwargs, names().extra);
+    if (extra == nullptr || extra == Py_None) return true;
+    const Size output = size_of(extra);
+    return output.known && output.rows * output.columns * use.tp == tokens * use.hidden;
+  }
+
+  static void count(const py::dict &runs, const py::object &kind) {
+    PyObject *before = PyDict_GetItemWithError(runs.ptr(), kind.ptr());
+    runs[kind] = py::int_((before == nullptr ? 0 : PyLong_AsLongLong(before)) + 1);
+  }
+
+  const Registry *registry_;
+  py::dict lent_, enqueuing_, runs_;
+  py::object gather_, scatter_;
+  std::unordered_map<PyObject *, std::shared_ptr<const Use>> uses_;
+};
+
+}  // namespace ub_dynamic
