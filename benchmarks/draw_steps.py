@@ -23,12 +23,13 @@ os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # the same picture gives the sa
 matplotlib.rcParams.update({"svg.hashsalt": "ub_dynamic", "svg.fonttype": "none"})
 
 from ub_dynamic.bench import step_curves  # noqa: E402
+from ub_dynamic.modes import shares_gpu  # noqa: E402
 
 
 def title(result: dict[str, Any]) -> str:
     """Where it was measured, and when. A file of several starts has the mode of one of them."""
     mode, machine = result["mode"], result["machine"].split("; ")[-1]
-    where = "ranks that share one GPU" if mode.startswith("one-gpu") else mode
+    where = "ranks that share one GPU" if shares_gpu(mode) else mode
     return f"A training step against T: {where}, {machine}, {result['date'][:10]}"
 
 
