@@ -169,6 +169,7 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
         ([32, 64], Workload(64, plan="fixed", documents=1), "Set T per microbatch: 25.0% of the tokens"),
         ([32, 64], Workload(64, plan="fixed", documents=1), "2 buckets are enough: T padded to 32, 64"),
         ([32], Workload(64, 2), "a capacity of 32 is enough."),
+        ([1], Workload(256, plan="fixed", documents=1), "takes about 0.0039 of its time"),
         ([32], Workload(64, 2, hidden=256), "a capacity of 32 is enough, and saves"),
     ],
 )
