@@ -30,7 +30,7 @@ def title(result: dict[str, Any]) -> str:
     """Where it was measured, and when. A file of several starts has the mode of one of them."""
     mode, machine = result["mode"], result["machine"].split("; ")[-1]
     where = "ranks that share one GPU" if shares_gpu(mode) else mode
-    return f"A training step against T: {where}, {machine}, {result['date'][:10]}"
+    return f"A training step against T\n{where}, {machine}, {result['date'][:10]}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -83,7 +83,7 @@ def _draw_times(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_ratios(axes: Axes, rows: Sequence[Row]) -> None:
-    """With the half width of their 95 % interval."""
+    """In the colour of the arm that dynamic is compared with, and with 95 % intervals."""
     for key, (arm, label) in _RATIOS.items():
         measured = [row for row in rows if key in row]
         if measured:
@@ -100,6 +100,4 @@ def _draw_ratios(axes: Axes, rows: Sequence[Row]) -> None:
             )
     axes.axhline(1.0, color=_INK, linewidth=0.7)
     axes.set_xlabel("T, tokens of the TP group")
-    axes.set_ylabel("ratio, 95 %")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+    axes.set_ylabel("dynamic over\nthe other arm")
