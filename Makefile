@@ -33,7 +33,7 @@ TE_HEADERS ?= 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 help:
 	@echo "make demo     variable-T training on two ranks, on documents that every machine has"
 	@echo "make test     unit, MPI and GPU tests"
-	@echo "make lint     ruff and mypy"
+	@echo "make lint     ruff (rules and format) and mypy"
 	@echo "make bench    the CPU benchmarks and the tables made from them"
 	@echo "make docs     the pages of docs/, into out/docs"
 	@echo "make test-te  tests against the real Transformer Engine and megatron-core, no GPU needed"
@@ -47,6 +47,7 @@ test: $(READY)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 bench: $(READY)

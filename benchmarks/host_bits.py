@@ -12,7 +12,8 @@ import argparse
 import _host_ranks
 
 from ub_dynamic.groups import Group
-from ub_dynamic.testing.host_bits import count_mismatches
+from ub_dynamic.testing.host_bits import COMMUNICATORS, case_backend, random_cases, run_case
+from ub_dynamic.testing.host_layer_bits import random_layer_cases, run_layer_case
 from ub_dynamic.testing.results import write_result
 
 
@@ -25,7 +26,7 @@ def main() -> int:
     chosen = options.parse_args()
 
     def measure(group: Group) -> dict[str, tuple[int, int]]:
-        return count_mismatches(group, chosen.cases, chosen.layer_cases, chosen.seed, print)
+        return count_mismatches(group, chosen.cases, chosen.layer_cases, chosen.seed)
 
     if _host_ranks.is_rank():
         _host_ranks.answer(chosen.tp[0], measure)
@@ -40,6 +41,32 @@ def main() -> int:
     figures = {key: sum(row[key] for row in rows) for key in ("cases", "mismatches")}
     write_result("host_bits", figures, rows, mode="cpu-mpi")
     return 1 if figures["mismatches"] else 0
+
+
+def count_mismatches(group: Group, cases: int, layer_cases: int, seed: int) -> dict[str, tuple[int, int]]:
+    """Run everything; for each communicator and the layers: how many cases, and how many were wrong somewhere.
+
+    Each rank prints the differences that it saw. Collective.
+    """
+    backend = case_backend(group)
+    results = {}
+    for method, collective in COMMUNICATORS:
+        wrong = 0
+        for case in random_cases(method, collective, group.size, cases, seed):
+            wrong += _anywhere(group, run_case(backend, method, collective, case))
+        results[f"{method} {collective}"] = (cases, wrong)
+    backend.destroy()
+    wrong = 0
+    for layer_case in random_layer_cases(group.size, layer_cases, seed):
+        wrong += _anywhere(group, run_layer_case(group, layer_case))
+    results["layers"] = (layer_cases, wrong)
+    return results
+
+
+def _anywhere(group: Group, texts: list[str]) -> bool:
+    for text in texts:
+        print(f"rank {group.rank}: {text}")
+    return any(group.allgather(bool(texts), "comparing results"))
 
 
 if __name__ == "__main__":

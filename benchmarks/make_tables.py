@@ -8,7 +8,8 @@ A table stands between two markers. `<!-- figures: NAME -->` shows a result's fi
 `<!-- end -->`. A single figure inside a text is `<!-- figure: NAME KEY -->1.23<!-- end -->`. Between
 `<!-- results -->` and `<!-- end -->` stand the figures of every result that there is, between `<!-- verified -->` and
 `<!-- end -->` what each of them was measured on and when, and between `<!-- unmeasured -->` and `<!-- end -->` the
-programs here whose result there is not.
+programs here whose result there is not. `<!-- picture: NAME PATH what it shows -->` is a picture drawn from a result,
+or nothing while there is none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 _BLOCK = re.compile(
-    r"(?P<open><!-- (?P<kind>results|verified|unmeasured|figures|rows|figure)"
+    r"(?P<open><!-- (?P<kind>results|verified|unmeasured|figures|rows|figure|picture)"
     r"(?:: (?P<name>[a-z0-9_]+)(?P<rest>[^>]*?))? -->)"
     r"(?P<body>.*?)(?P<close><!-- end -->)",
     re.DOTALL,
@@ -43,6 +44,8 @@ def _fill(match: re.Match[str], results: Path) -> str:
     if match["kind"] == "unmeasured":
         return _unmeasured(results)
     path = results / f"{match['name']}.json"
+    if match["kind"] == "picture":
+        return _picture(path, match["rest"].strip())
     if not path.exists():
         raise KeyError(f"{path.name} is not in {results.name}: run what writes it, or take the marker out")
     result = json.loads(path.read_text())
@@ -54,6 +57,13 @@ def _fill(match: re.Match[str], results: Path) -> str:
     columns = rest or list(result["rows"][0])
     rows = [[_cell(_get(row, column, path)) for column in columns] for row in result["rows"]]
     return f"\n{_table(columns, rows)}\n\n{_origin(result)}\n"
+
+
+def _picture(result: Path, words: str) -> str:
+    if not result.exists():
+        return ""
+    picture, shows = words.split(" ", 1)
+    return f"\n![{shows}]({picture})\n\n{_origin(json.loads(result.read_text()))}\n"
 
 
 def _section(result: dict[str, Any]) -> str:
@@ -145,6 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where the tables are not current")
     parser.add_argument("files", nargs="*", type=Path, default=pages())
     options = parser.parse_args(arguments)
+    if (HERE / "results" / "te_step.json").exists() and not options.check:
+        import draw_steps  # needs matplotlib
+
+        draw_steps.main([])
     stale = []
     for path in options.files:
         old = path.read_text()

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TOOLS = ("run_all.py", "make_tables.py")
+TOOLS = ("run_all.py", "make_tables.py", "draw_steps.py")
 
 
 def programs() -> list[Path]:

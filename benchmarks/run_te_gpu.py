@@ -59,7 +59,17 @@ def _megatron(result: str, ranks: int, *more: str) -> Part:
 def _tp_step(hidden: int, tp: int, seconds: str) -> Part:
     """The steps of te_step for another H. Its smallest T is one at which the GPU is the limit, not the host."""
     name = f"tp_step_h{hidden}"
-    more = ("--capacity", str(65536 if hidden < 4096 else 16384), "--hidden", str(hidden), "--seconds", seconds, "--no-lengths", "--name", name)
+    more = (
+        "--capacity",
+        str(65536 if hidden < 4096 else 16384),
+        "--hidden",
+        str(hidden),
+        "--seconds",
+        seconds,
+        "--no-lengths",
+        "--name",
+        name,
+    )
     return _benchmark("te_step", tp, 200, *more, part=name, result=name, alone=True, gpu=tp // 4)
 
 

@@ -126,9 +126,7 @@ def _part(setup: Setup, name: str, words: tuple[str, ...], seconds: float, write
     return Part(name, (*words, "--seconds", f"{scaled:g}"), scaled, writes)
 
 
-def run(
-    parts: Sequence[Part], out: Path, budget_s: float, after: Callable[[], None] = lambda: None
-) -> list[str]:
+def run(parts: Sequence[Part], out: Path, budget_s: float, after: Callable[[], None] = lambda: None) -> list[str]:
     """Run the parts that are not done yet, as far as the time goes; the names of those that failed or were left.
 
     ``after``: what is done after each.

@@ -44,7 +44,8 @@ figures = tp_step.figures
 
 def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     capacity = options["capacity"]
-    sizes = {"capacity": capacity, "hidden": options["hidden"], "ffn": 4 * options["hidden"], "arms": ARMS}
+    hidden = options["hidden"]
+    sizes = {"capacity": capacity, "hidden": hidden, "ffn": 4 * hidden, "layer": "te.LayerNormMLP", "arms": ARMS}
     steps_of = tp_step.factory_of(world, sizes, None)
     tp_step.settle(world)
     start = max(world.gather(time.monotonic()))

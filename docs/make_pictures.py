@@ -8,18 +8,13 @@ python docs/make_pictures.py --measure      # runs two ranks for the timeline fi
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -27,7 +22,8 @@ os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # the same picture gives the sa
 mpl.rcParams.update({"svg.hashsalt": "ub_dynamic", "svg.fonttype": "none"})
 
 from ub_dynamic.advise import Workload, advise  # noqa: E402
-from ub_dynamic.cli import advise_picture, layout_picture, schedule_picture  # noqa: E402
+from ub_dynamic.backends.host import trace  # noqa: E402
+from ub_dynamic.cli import advise_picture, layout_picture, schedule_picture, trace_picture  # noqa: E402
 from ub_dynamic.pipeline.timeline import timeline, token_cost  # noqa: E402
 from ub_dynamic.shapes import Collective, Method, chunk_layout  # noqa: E402
 from ub_dynamic.testing.launch import run_ranks  # noqa: E402
@@ -62,8 +58,6 @@ trace.gather_and_save(sys.argv[1], tracer, group)
 group.close()
 ub.destroy_ub()
 """
-_COLOURS = {"fprop": "#3b7ea1", "dgrad": "#2f9e77", "wgrad": "#7a5ba6"}
-_TRANSFER, _INK = "#f2a65a", "#222222"
 
 
 def draw_layouts() -> None:
@@ -95,54 +89,6 @@ def measure_timeline() -> None:
         program.unlink()
 
 
-def draw_timeline() -> None:
-    """The events of the trace file: for each rank a row of GEMMs and one of transfers."""
-    events = [event for event in json.loads(EVENTS.read_text())["traceEvents"] if event["ph"] == "X"]
-    begin = min(event["ts"] for event in events)
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    axes = figure.subplots()
-    rows = [(rank, track) for rank in (0, 1) for track in ("GEMM", "transfer")]
-    for event in events:
-        if event["cat"] in ("GEMM", "transfer"):
-            row = rows.index((event["pid"], event["cat"]))
-            colour = _TRANSFER if event["cat"] == "transfer" else _colour(event["name"])
-            axes.barh(
-                row,
-                event["dur"] / 1000,
-                left=(event["ts"] - begin) / 1000,
-                color=colour,
-                edgecolor="white",
-                linewidth=0.4,
-                height=0.8 if event["cat"] == "GEMM" else 0.5,
-            )
-    axes.set_yticks(range(len(rows)), [f"rank {rank}\n{track}s" for rank, track in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds on two CPU ranks")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    _name_operations(axes, events, begin)
-    handles = [mpl.patches.Patch(color=colour, label=f"GEMMs of {name}") for name, colour in _COLOURS.items()]
-    handles.append(mpl.patches.Patch(color=_TRANSFER, label="transfers"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.savefig(PICTURES / "timeline.svg")
-
-
-def _colour(name: str) -> str:
-    return next((colour for part, colour in _COLOURS.items() if part in name), "#999999")
-
-
-def _name_operations(axes: Any, events: Sequence[dict[str, Any]], begin: float) -> None:
-    """TE's name above the GEMMs of each operation of rank 0."""
-    spans: dict[str, list[float]] = {}
-    for event in events:
-        if event["pid"] == 0 and event["cat"] == "GEMM":
-            name = re.sub(r" (chunk|block) \d+$", "", event["name"]).replace(" ", "_")
-            ends = [event["ts"] - begin, event["ts"] - begin + event["dur"]]
-            spans[name] = [min(spans.get(name, ends)[0], ends[0]), max(spans.get(name, ends)[1], ends[1])]
-    for name, (first, last) in spans.items():
-        axes.text((first + last) / 2000, -0.5, name, ha="center", va="bottom", fontsize=8, color=_INK)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="record the timeline anew, on two ranks")
@@ -152,7 +98,7 @@ def main() -> int:
     draw_layouts()
     draw_schedule()
     draw_tokens_saved()
-    draw_timeline()
+    trace_picture.draw(trace.load(EVENTS), PICTURES / "timeline.svg")
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from packed.settings import SPLITS_MULTIPLE, UsageError
+from packed.settings import SPLITS_MULTIPLE, Parser, UsageError
 
 Mode = Literal["dynamic", "pad", "none", "stock"]
 MODES: tuple[Mode, ...] = ("dynamic", "pad", "none", "stock")
@@ -28,14 +28,9 @@ modes: dynamic   each microbatch has its own T, through ub_dynamic.integrations.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(message)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The settings; :class:`UsageError` for unknown or wrong flags."""
-    parser = _Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what runs")
     what.add_argument("--mode", choices=MODES, nargs="+", default=["dynamic", "pad"], help="(default: dynamic pad)")
     what.add_argument("--steps", type=int, default=50, help="optimizer steps (default: 50)")

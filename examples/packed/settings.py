@@ -31,14 +31,16 @@ class UsageError(Exception):
     """A setting that cannot work; the text names the value and the rule."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises :class:`UsageError` where argparse would print and exit."""
+
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(message)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The settings; :class:`UsageError` for unknown or wrong flags."""
-    parser = _Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what runs")
     what.add_argument("--mode", choices=MODES, help="one way to handle T: follow it, pad to capacity, register again")
     what.add_argument("--compare", action="store_true", help="all three over the same microbatches (the default)")

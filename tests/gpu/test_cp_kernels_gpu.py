@@ -48,15 +48,15 @@ def test_sections_of_a_ring_against_the_reference(name: str, lengths: tuple[int,
             continue
         used = plan.mask[step].bool()
         exact = [x.double() for x in (q, k, v, dout)]
-        out, lse = kernel.fwd(q, k, v, part, scale)
-        wanted, wanted_lse = reference.fwd(*exact[:3], part, scale)
+        out, lse = kernel.fwd((q, k, v), part, scale)
+        wanted, wanted_lse = reference.fwd(exact[:3], part, scale)
         torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(lse[used].double(), wanted_lse[used], atol=1e-3, rtol=1e-3)
         assert not out[~used].any()
         # The whole softmax is wider than the section: backward must take its lse, not the section's own.
         wider = wanted_lse + math.log(2)
-        got = kernel.bwd(dout, q, k, v, wanted.to(torch.bfloat16), wider.float(), part, scale)
-        grads = reference.bwd(exact[3], *exact[:3], wanted.to(torch.bfloat16).double(), wider, part, scale)
+        got = kernel.bwd(dout, (q, k, v), wanted.to(torch.bfloat16), wider.float(), part, scale)
+        grads = reference.bwd(exact[3], exact[:3], wanted.to(torch.bfloat16).double(), wider, part, scale)
         # Rows outside must be exactly 0. A query that sees one key has the gradient 0 too, but as a difference of two
         # sums, which flash attention rounds differently: there only the tolerance counts.
         q_rows, k_rows = part.host.q.rows(), part.host.k.rows()

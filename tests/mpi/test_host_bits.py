@@ -7,7 +7,7 @@ import pytest
 
 from ub_dynamic.groups import Group, MPIGroup, tensor_parallel_group
 from ub_dynamic.shapes import Collective, Method
-from ub_dynamic.testing import host_bits
+from ub_dynamic.testing import host_bits, host_layer_bits
 
 CASES = 200
 SEED = 1
@@ -43,6 +43,6 @@ def check_communicator(group: Group, method: Method, collective: Collective, cou
 
 def check_layers(group: Group, count: int) -> None:
     wrong = []
-    for case in host_bits.random_layer_cases(group.size, count, SEED):
-        wrong += host_bits.run_layer_case(group, case)
+    for case in host_layer_bits.random_layer_cases(group.size, count, SEED):
+        wrong += host_layer_bits.run_layer_case(group, case)
     assert not wrong, f"{len(wrong)} differences, the first ones: " + "\n".join(wrong[:3])

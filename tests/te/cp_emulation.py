@@ -90,7 +90,7 @@ def fused_attn_fwd(is_training, max_q, max_k, cu_q, cu_k, q, k, v, *_, **options
         max_k,
         options["attn_mask_type"],
     )
-    out, lse = ReferenceKernel().fwd(q, k, v, part, options["attn_scale"])
+    out, lse = ReferenceKernel().fwd((q, k, v), part, options["attn_scale"])
     return out, [lse.unsqueeze(-1), torch.zeros(2, dtype=torch.int64)]
 
 
@@ -98,7 +98,7 @@ def fused_attn_fwd(is_training, max_q, max_k, cu_q, cu_k, q, k, v, *_, **options
 def fused_attn_bwd(max_q, max_k, cu_q, cu_k, q, k, v, out, dout, dtype, aux, backend, **options):  # type: ignore[no-untyped-def]
     offsets = options["cu_seqlens_q_padded"], options["cu_seqlens_kv_padded"]
     part = _section(cu_q, cu_k, *offsets, max_q, max_k, options["attn_mask_type"])
-    grads = ReferenceKernel().bwd(dout, q, k, v, out, aux[0].squeeze(-1), part, options["attn_scale"])
+    grads = ReferenceKernel().bwd(dout, (q, k, v), out, aux[0].squeeze(-1), part, options["attn_scale"])
     for grad, start, cu in zip(grads, (offsets[0], offsets[1], offsets[1]), (cu_q, cu_k, cu_k), strict=True):
         padding = torch.ones(grad.shape[0], dtype=torch.bool)
         padding[Ranges(start[:-1].long(), cu.diff().long()).rows()] = False
@@ -109,7 +109,7 @@ def fused_attn_bwd(max_q, max_k, cu_q, cu_k, q, k, v, out, dout, dtype, aux, bac
 @_kernel
 def flash_attn_fwd(q, k, v, cu_q, cu_k, max_q, max_k, causal, softmax_scale, **options):  # type: ignore[no-untyped-def]
     part = _section(cu_q, cu_k, cu_q, cu_k, max_q, max_k, "causal" if causal else "")
-    out, lse = ReferenceKernel().fwd(q, k, v, part, softmax_scale)
+    out, lse = ReferenceKernel().fwd((q, k, v), part, softmax_scale)
     return out, lse.t().contiguous(), None, torch.zeros(2, dtype=torch.int64)
 
 
@@ -119,7 +119,7 @@ def flash_attn_bwd(  # type: ignore[no-untyped-def]
 ):
     part = _section(cu_q, cu_k, cu_q, cu_k, max_q, max_k, "causal" if causal else "")
     for target, grad in zip(
-        (dq, dk, dv), ReferenceKernel().bwd(dout, q, k, v, out, lse.t(), part, softmax_scale), strict=True
+        (dq, dk, dv), ReferenceKernel().bwd(dout, (q, k, v), out, lse.t(), part, softmax_scale), strict=True
     ):
         target.copy_(grad)
 

@@ -16,11 +16,12 @@ import fakes
 import pytest
 import torch
 import torch.distributed as dist
+import transformer_engine.pytorch as te
 import transformer_engine.pytorch.module.base as base
 import transformer_engine_torch as tex
 from cpu_te import CAPACITY, HIDDEN, TP, Call, _recorded_gemm, _without_a_device
 
-from ub_dynamic.backends.te import create_te_backend
+from ub_dynamic.backends.te import create_te_backend, flags
 from ub_dynamic.backends.te.backend import TEBackend
 from ub_dynamic.groups import SoloGroup
 from ub_dynamic.overlap import OverlapConfig
@@ -29,6 +30,19 @@ from ub_dynamic.policy import Policy
 NONE, RING, BULK = OverlapConfig("none"), OverlapConfig("ring_exchange"), OverlapConfig("bulk")
 AGGREGATE = OverlapConfig("ring_exchange", aggregate=True)
 PIPELINE = OverlapConfig("pipeline", num_sm=4, num_splits=2)
+EVERYTHING = {
+    "qkv_fprop": (AGGREGATE, NONE),
+    "qkv_dgrad": (RING, OverlapConfig("bulk", num_sm=2), NONE),
+    "proj_fprop": (RING, PIPELINE, OverlapConfig("pipeline", num_sm=8, num_splits=8, first_gemm=True), NONE),
+    "proj_dgrad": (RING, NONE),
+    "fc1_fprop": (AGGREGATE, NONE),
+    "fc1_dgrad": (RING, BULK, NONE),
+    "fc2_fprop": (RING, PIPELINE, NONE),
+    "fc2_dgrad": (AGGREGATE, NONE),
+}
+FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}
+COLUMN = {name: value for name, value in FLAGS.items() if name != "ub_overlap_rs"}
+ROW = {"ub_overlap_ag": True, "ub_overlap_rs": True}
 SMS = 132
 made: list[tuple[str, tuple[int, int], dict[str, Any]]] = []  # class, shape, keywords, in order of construction
 
@@ -187,3 +201,14 @@ def stages(**starts: Mapping[str, OverlapConfig]) -> Policy:
     made = {int(start[1:]): {gemm: Choice(config, "test") for gemm, config in configs.items()}
             for start, configs in starts.items()}  # fmt: skip
     return Policy(tuple(made), tuple(made.values()))
+
+
+def switch(world: World, **choices: OverlapConfig) -> None:
+    world.backend.switch(world.backend.plan(choices))
+
+
+def installed() -> dict[str, list[str]]:
+    """The descriptors that stand on TE's classes."""
+    found = {kind.__name__: [name for name, value in vars(kind).items() if isinstance(value, flags._Flag)]
+             for kind in (te.Linear, te.LayerNormLinear, te.LayerNormMLP)}  # fmt: skip
+    return {name: names for name, names in found.items() if names}

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advisor agrees with the planner, with brute force and with numpy, and says what is wrong with a file."""
+"""The advisor agrees with the planner, with brute force, with numpy and with a tuner's table."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from advising import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from ub_dynamic.advise import Distribution, Report, Workload, advice, advise, read_lengths
+from ub_dynamic.advise import Distribution, Report, Workload, advice, advise
 from ub_dynamic.advise.buckets import best_borders, padded_to
 from ub_dynamic.advise.filling import best_fit, windows
 from ub_dynamic.advise.step_time import measured_step_time
 from ub_dynamic.backends.names import resolve_specs
-from ub_dynamic.cli.app import app
 from ub_dynamic.errors import UBAlignmentError, UBCapacityError, UBShapeError, UBUnsupportedError
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.planning import plan_fixed_count, plan_microbatches
@@ -171,6 +169,7 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
         ([32, 64], Workload(64, plan="fixed", documents=1), "Set T per microbatch: 25.0% of the tokens"),
         ([32, 64], Workload(64, plan="fixed", documents=1), "2 buckets are enough: T padded to 32, 64"),
         ([32], Workload(64, 2), "a capacity of 32 is enough."),
+        ([1], Workload(256, plan="fixed", documents=1), "takes about 0.0039 of its time"),
         ([32], Workload(64, 2, hidden=256), "a capacity of 32 is enough, and saves"),
     ],
 )
@@ -234,150 +233,3 @@ def test_tables_for_something_else_are_refused() -> None:
         measured_step_time(table(measured("fc1_fprop", 8, 1.0)), Workload(8, 2, hidden=128))
     with pytest.raises(UBUnsupportedError, match="no time for fc1_fprop at T = 8"):
         measured_step_time(table(TuningRow("fc1_fprop", 8, OverlapConfig("none"), "")), Workload(8, 2))
-
-
-# -- files ---------------------------------------------------------------------------------------------------
-
-
-def read(path: Path, *options: str) -> list[int]:
-    return np.concatenate(list(read_lengths(path, *options))).tolist()
-
-
-def test_readers(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("3\n\n 0 \n500000\n7")
-    (tmp_path / "a.jsonl").write_text('{"length": 3, "x": "\\n"}\n\n{"length": [1, 2]}\n')
-    assert read(tmp_path / "a.txt") == [3, 0, 500000, 7]
-    assert read(tmp_path / "a.jsonl") == [3, 2]
-
-
-def test_parquet(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow: pip install 'ub_dynamic[advise]'")
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
-    columns = {
-        "length": pa.array([3, 5, 8], pa.int32()),
-        "input_ids": [[1, 2], [], [4]],
-        "hole": pa.array([1, None, 2]),
-        "below": [1, 2, -2],
-        "text": ["a", "b", "c"],
-    }
-    parquet.write_table(pa.table(columns), path)
-    assert read(path) == [3, 5, 8]
-    assert read(path, "input_ids") == [2, 0, 1]
-    for column, says in [
-        ("hole", "row 1: there is no value in column 'hole'"),
-        ("below", "row 2: -2 is no length"),
-        ("text", "column 'text' is string"),
-        ("gone", "no column 'gone'; it has length, input_ids"),
-    ]:
-        with pytest.raises(UBShapeError, match=says):
-            read(path, column)
-    path.write_text("3\n4\n")
-    with pytest.raises(UBShapeError, match="is no Parquet file"):
-        read(path)
-
-
-def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    path = tmp_path / "a.PARQUET"
-    path.write_bytes(b"PAR1")
-    result = command(path, "--capacity", 64)
-    assert result.exit_code == 2
-    assert "pip install 'ub_dynamic[advise]'" in result.output
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("a.txt", "3\n4\nfive\n6\n", "a.txt, line 3: 'five' is no length, an integer of at least 0"),
-        ("a.txt", "3\n1_0\n", "line 2: '1_0' is no length"),
-        ("a.txt", "3\n²\n", "line 2: '²' is no length"),
-        ("a.jsonl", "[" * 100_000, "...' is no length, a JSON object whose field"),
-        ("a.txt", "3\n\n-4\n", "line 3: -4 is no length"),
-        ("a.txt", "1.5\n", "line 1: '1.5' is no length"),
-        ("a.txt", "9" * 30 + "\n", "a length is at least 0 and at most 2^40"),
-        ("a.txt", "\n", "holds no length"),
-        ("a.txt", "", "holds no length"),
-        ("a.jsonl", '{"length": 3}\n{"size": 4, "id": 1}\n', "line 2: there is no field 'length'; it has size, id"),
-        ("a.jsonl", '{"length": 3}\n{"length": "4"}\n', 'line 2: \'{"length": "4"}\' is no length'),
-        ("a.jsonl", '{"length": true}\n', "line 1"),
-        ("a.jsonl", '{"length": 3},{"length": 4}\n', "line 1"),
-        ("a.jsonl", '{"length": 3\n', "line 1"),
-        ("a.jsonl", "17\n", "line 1: '17' is no length, a JSON object whose field 'length' is an integer"),
-    ],
-)
-def test_what_is_wrong_with_a_file(tmp_path: Path, name: str, text: str, says: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UBShapeError) as raised:
-        read(tmp_path / name)
-    assert says in str(raised.value)
-
-
-def test_lines_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ub_dynamic.advise.reading._BLOCK_BYTES", 10)
-    path = tmp_path / "a.txt"
-    path.write_text("11\n" * 20 + "x\n")
-    done: list[int] = []
-    with pytest.raises(UBShapeError, match="line 21"):
-        for _ in read_lengths(path, on_progress=done.append):
-            pass
-    assert len(done) > 3
-    assert done == sorted(done)
-
-
-# -- the command ---------------------------------------------------------------------------------------------
-
-
-def command(*words: object):
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["advise", *map(str, words)])
-
-
-@pytest.fixture
-def some(tmp_path: Path) -> Path:
-    path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, [700, 20, 1500, 300, 64, 900])))
-    return path
-
-
-def test_command_shows_all(some: Path) -> None:
-    words = ["--capacity", 2048, "--tp", 2, "--hidden", 1024, "--plan", "fixed", "--documents", 2]
-    result = command(some, *words, "--buckets", "2")
-    assert result.exit_code == 0, result.output
-    for text in ("6 documents, 3,484 tokens in 3 microbatches", "2 best buckets", "exact T", "MiB on each rank"):
-        assert text in result.output
-    record = json.loads(command(some, *words, "--json").output)
-    assert record["microbatches"] == 3
-    assert (record["tokens"]["q50"], record["tokens"]["q100"]) == (964, 1800)
-    assert record["strategies"][-1]["tokens"] == 720 + 1800 + 964
-    assert record["advice"]
-
-
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_command_draws(some: Path, suffix: str) -> None:
-    out = some.with_suffix(f".{suffix}")
-    assert command(some, "--capacity", 2048, "--out", out).exit_code == 0
-    assert out.read_bytes()[:5] == (b"<?xml" if suffix == "svg" else b"\x89PNG\r")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--capacity", "2047", "--tp", "2"], "the next valid value is 2048"),
-        (["--capacity", "2048", "--buckets", "a"], "not a list of numbers"),
-        (["--capacity", "2048", "--buckets", "0"], "buckets = 0"),
-        (["--capacity", "2048", "--plan", "any"], "'packed' or 'fixed'"),
-        (["--capacity", "2048", "--table", "gone.json"], "gone.json"),
-    ],
-)
-def test_command_says_what_is_wrong(some: Path, words: list[str], says: str) -> None:
-    result = command(some, *words)
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())
-
-
-def test_command_names_the_line(some: Path) -> None:
-    some.write_text("3\nx\n")
-    result = command(some, "--capacity", 64)
-    assert result.exit_code == 2
-    assert "lengths.txt, line 2: 'x' is no length" in result.output

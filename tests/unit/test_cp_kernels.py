@@ -38,8 +38,8 @@ def test_reference_kernel_against_dense(lengths: tuple[int, ...], causal: bool, 
     expected = dense_attention(whole[0], whole[1], whole[2], batch, causal)
     expected.backward(grad)
     scale = 1 / math.sqrt(case.size)
-    out, lse = ReferenceKernel().fwd(q, k, v, on_cpu(part), scale)
-    grads = ReferenceKernel().bwd(grad, q, k, v, out, lse, on_cpu(part), scale)
+    out, lse = ReferenceKernel().fwd((q, k, v), on_cpu(part), scale)
+    grads = ReferenceKernel().bwd(grad, (q, k, v), out, lse, on_cpu(part), scale)
     assert (out - expected).abs().max() < 1e-14
     for got, x in zip(grads, whole, strict=True):
         assert x.grad is not None
@@ -55,8 +55,8 @@ def test_reference_kernel_computes_half_types_in_float32(dtype: torch.dtype) -> 
     batch = case.batch(1)
     (q, k, v), _ = random_qkv(case, batch.total_tokens, dtype=dtype)
     (part,) = ring_plan(batch, Partition.zigzag(), 1, 1, 0, True).steps
-    out, lse = ReferenceKernel().fwd(q, k, v, on_cpu(part), 0.3)
-    exact, exact_lse = ReferenceKernel().fwd(q.double(), k.double(), v.double(), on_cpu(part), 0.3)
+    out, lse = ReferenceKernel().fwd((q, k, v), on_cpu(part), 0.3)
+    exact, exact_lse = ReferenceKernel().fwd((q.double(), k.double(), v.double()), on_cpu(part), 0.3)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert (lse - exact_lse).abs().max() < 1e-5
     assert (out - exact).abs().max() <= max(torch.finfo(dtype).eps, 1e-6)

@@ -81,6 +81,15 @@ def test_every_result_is_shown(tmp_path: Path, make_tables: ModuleType) -> None:
     assert text.index("### a_one") < text.index("| value | 1 |") < text.index("### b_two") < text.index("| value | 2 |")
 
 
+def test_a_picture_is_shown_once_there_is_its_result(tmp_path: Path, make_tables: ModuleType) -> None:
+    marker = "<!-- picture: demo pictures/demo.svg Time against T: dynamic, padded --><!-- end -->"
+    assert make_tables.render(marker, tmp_path) == marker
+    write_result("demo", {"loss": 0.5}, mode="cpu-mpi", folder=tmp_path)
+    shown = make_tables.render(marker, tmp_path)
+    assert "\n![Time against T: dynamic, padded](pictures/demo.svg)\n" in shown and "cpu-mpi" in shown
+    assert make_tables.render(shown, tmp_path) == shown
+
+
 @pytest.mark.parametrize(
     ("marker", "says"),
     [
@@ -98,6 +107,13 @@ def test_what_is_missing_is_named(tmp_path: Path, make_tables: ModuleType, marke
 def test_shown_tables_agree_with_the_results(make_tables: ModuleType) -> None:
     """benchmarks/README.md and README.md show what the result files hold."""
     assert make_tables.main(["--check"]) == 0
+
+
+def test_shown_pictures_exist(make_tables: ModuleType) -> None:
+    """With te_step.json its pictures have to be drawn: make_tables.py does it."""
+    for page in make_tables.pages():
+        shown = re.findall(r"!\[[^]]*\]\((?!https?:)([^)]+)\)", page.read_text())
+        assert not [picture for picture in shown if not (page.parent / picture).exists()], page
 
 
 def test_results_have_the_format() -> None:

@@ -48,7 +48,7 @@ def _gain(report: Report) -> str:
         )
     return (
         f"Set T per microbatch: {saved:.1%} of the tokens that padding to capacity processes hold nothing, and a step "
-        f"takes about {exact.time_ratio:.2f} of its time."
+        f"takes about {exact.time_ratio:.2g} of its time."
     )
 
 

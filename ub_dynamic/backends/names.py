@@ -67,10 +67,6 @@ CFG_KEYS = (
     "gemm_priority",
     "pipeline_rs_overlap_first_gemm",
 )
-# these hold a quantised all-gather in FP8 modes; the others stay in the high-precision dtype
-FP8_BUFFERS = frozenset(
-    {"qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad"}
-)
 
 
 def check_cfgs(ub_cfgs: Any) -> None:

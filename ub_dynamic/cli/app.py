@@ -12,6 +12,7 @@ from .doctor import doctor
 from .layout import layout
 from .one_gpu import one_gpu
 from .schedule import schedule
+from .trace import trace
 from .tune import tune
 
 app = typer.Typer(
@@ -28,4 +29,5 @@ app.command()(doctor)
 app.command()(layout)
 app.command(name="one-gpu")(one_gpu)
 app.command()(schedule)
+app.command()(trace)
 app.command()(tune)

@@ -17,15 +17,9 @@ def one_gpu(
     mps: Annotated[
         bool, typer.Option("--mps/--no-mps", help="A private MPS daemon, so that ranks run side by side")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Index or UUID of the GPU; default: the first visible one")
-    ] = None,
-    local_rank: Annotated[
-        str, typer.Option(help="LOCAL_RANK: 'rank' as torchrun, or 'zero' on every rank")
-    ] = "rank",
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which everything is ended (status 124)")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Index or UUID of the GPU; default: the first visible one")] = None,
+    local_rank: Annotated[str, typer.Option(help="LOCAL_RANK: 'rank' as torchrun, or 'zero' on every rank")] = "rank",
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which everything is ended (status 124)")] = None,
 ) -> None:
     """Run a program on several tensor-parallel ranks that share ONE GPU.
 
@@ -36,9 +30,7 @@ def one_gpu(
     nothing in this mode.
     """
     try:
-        outcome = run(
-            command, OneGpu(ranks, device=device, mps=mps, local_rank=local_rank, timeout_s=timeout)
-        )
+        outcome = run(command, OneGpu(ranks, device=device, mps=mps, local_rank=local_rank, timeout_s=timeout))
     except UBDynamicError as error:
         typer.echo(f"one-gpu: {error}", err=True)
         raise typer.Exit(2) from error

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UBDynamicError
 from ..testing.launch import find_mpirun, mpi_flavor
+from ..testing.mps import CONTROL
+from .versions import installed, needed, satisfies
 
 State = Literal["ok", "missing", "broken"]
 
@@ -60,17 +63,18 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     native = ("CUDA device", "Transformer Engine", "native file")
     return [
         ability("layouts, rules, packing", "torch"),
-        ability("host backend over MPI (mpirun)", "mpi4py", "MPI library", "mpirun"),
-        ability("host backend over gloo (torchrun)", "gloo"),
+        ability("host backend over MPI (mpirun)", "mpi4py", "MPI library", "mpirun", "numpy"),
+        ability("host backend over gloo (torchrun)", "gloo", "numpy"),
         ability("TE backend with an active shape", *native),
         ability("TE backend at a fixed capacity", "CUDA device", "Transformer Engine"),
         ability("megatron-core with TP overlap", *native, "megatron-core"),
         ability("several ranks on one GPU", *native, "NCCL"),
+        ability("several ranks on one GPU, side by side (--mps)", *native, "NCCL", "MPS daemon"),
         ability("pictures", "matplotlib"),
         ability("advise", "numpy"),
         ability("advise on Parquet files", "numpy", "pyarrow"),
-        ability("the tests", "pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
-        ability("the pages of docs/", "mkdocs", "mkdocs-material", "mkdocstrings"),
+        ability("the tests", "numpy", "pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
+        ability("the pages of docs/", "mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
     ]
 
 
@@ -78,9 +82,12 @@ def _base() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    python = platform.python_version()
     room = "base"
-    findings = [Finding(room, "Python", "ok", f"{python} ({sys.executable})"), _torch(room)]
+    findings = [
+        Finding(room, "Python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        _itself(room),
+        _checked(room, "torch", torch.__version__, "pip install -U torch"),
+    ]
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         names = {torch.cuda.get_device_name(index) for index in range(count)}
@@ -91,6 +98,9 @@ def _base() -> list[Finding]:
     else:
         found = f"torch for CUDA {torch.version.cuda} sees none"
         findings.append(Finding(room, "CUDA device", "missing", found, "check nvidia-smi, CUDA_VISIBLE_DEVICES"))
+    triton = find_spec("triton") is not None
+    text = "merges ring attention in one launch" if triton else "not installed: ring attention takes more launches"
+    findings.append(Finding(room, "Triton", "ok" if triton else "missing", text))
     for name, there in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
         advice = "" if there else f"install a torch that is built with {name}"
         text = "in torch" if there else "not in this torch"
@@ -98,23 +108,43 @@ def _base() -> list[Finding]:
     return findings
 
 
-def _torch(room: str) -> Finding:
-    import torch
-
-    return Finding(room, "torch", "ok", torch.__version__)
+def _itself(room: str) -> Finding:
+    """Without its metadata, or without `packaging`, nobody knows which versions of the others it needs."""
+    folder = str(Path(__file__).resolve().parents[2])
+    if installed("ub_dynamic") is None:
+        text = f"{folder}, not installed, so that minimum versions are not checked"
+        return Finding(room, "ub_dynamic", "missing", text, "pip install -e . in the checkout")
+    if find_spec("packaging") is None:
+        text = f"{folder}; minimum versions are not checked without packaging"
+        return Finding(room, "ub_dynamic", "missing", text, "pip install 'ub_dynamic[cli]'")
+    return Finding(room, "ub_dynamic", "ok", folder)
 
 
 def _host() -> list[Finding]:
     room, advice = "host backend", "pip install 'ub_dynamic[mpi]'"
-    findings = [_package(room, "mpi4py", advice=advice)]
-    if findings[0].state == "ok":
-        findings.append(_mpi_library(room))
+    findings = [_package(room, "numpy", advice="pip install numpy"), _package(room, "mpi4py", advice=advice)]
+    library = _mpi_library(room) if findings[-1].state == "ok" else None
+    findings += [library] if library else []
     mpirun = find_mpirun()
     if mpirun is None:
         findings.append(Finding(room, "mpirun", "missing", "not beside this Python nor on PATH", advice))
     else:
-        findings.append(Finding(room, "mpirun", "ok", f"{mpirun} ({mpi_flavor(mpirun)})"))
+        findings.append(_mpirun(room, mpirun, library.found if library and library.state == "ok" else ""))
     return findings
+
+
+def _mpirun(room: str, mpirun: str, library: str) -> Finding:
+    """A launcher of another MPI than the one that mpi4py loads starts ranks of which each is alone."""
+    try:
+        flavor = mpi_flavor(mpirun)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(room, "mpirun", "broken", f"{mpirun} does not start: {error}", "see UB_DYNAMIC_MPIRUN")
+    other = {"mpich": "open mpi", "openmpi": "mpich"}.get(flavor)
+    if other and other in library.lower():
+        text = f"{mpirun} ({flavor}), but mpi4py loads {library}: each rank would be alone"
+        advice = "name the mpirun of that library with UB_DYNAMIC_MPIRUN, or its libmpi with MPI4PY_LIBMPI"
+        return Finding(room, "mpirun", "broken", text, advice)
+    return Finding(room, "mpirun", "ok", f"{mpirun} ({flavor})")
 
 
 def _mpi_library(room: str) -> Finding:
@@ -141,16 +171,21 @@ def _te() -> list[Finding]:
     if find_spec("transformer_engine") is None:
         advice = "pip install --no-build-isolation 'transformer-engine[pytorch]' (it needs torch's CUDA build)"
         missing = Finding(room, "Transformer Engine", "missing", "not installed", advice)
-        return [missing, Finding(room, "native file", "missing", "needs Transformer Engine")]
+        return [
+            missing,
+            Finding(room, "native file", "missing", "needs Transformer Engine"),
+            _mps(room),
+            _megatron(room),
+        ]
     answer = _ask("import json, torch, transformer_engine.pytorch; print(json.dumps('imports'))")
-    version = _version("transformer_engine") or "version unknown"
+    version = installed("transformer_engine") or "version unknown"
     if answer == "imports":
         findings = [Finding(room, "Transformer Engine", "ok", version)]
     else:
         text = f"{version}, but it does not import: {answer['error']}"
         advice = "reinstall it for this torch: pip install --force-reinstall --no-build-isolation"
         findings = [Finding(room, "Transformer Engine", "broken", text, f"{advice} 'transformer-engine[pytorch]'")]
-    return [*findings, *_native(room), *_te_details(room)]
+    return [*findings, *_native(room), *_te_details(room), _mps(room), _megatron(room)]
 
 
 def _native(room: str) -> list[Finding]:
@@ -161,7 +196,7 @@ def _native(room: str) -> list[Finding]:
         tools = build.find_toolchain()
         finished = build.cache_folder() / tools.key / f"{build.MODULE}.so"
     except UBDynamicError as error:
-        return [Finding(room, "native file", "missing", str(error), "see there")]
+        return [Finding(room, "native file", "missing", "cannot be compiled", str(error))]
     except ImportError as error:
         return [Finding(room, "native file", "missing", str(error), "pip install 'ub_dynamic[te]'")]
     compiler = Finding(room, "C++ compiler", "ok", " ".join(tools.compiler))
@@ -171,25 +206,56 @@ def _native(room: str) -> list[Finding]:
 
 
 def _te_details(room: str) -> list[Finding]:
-    """What the TE backend itself has to say, if it says anything without communicators."""
+    """What TE's own attention can do with packed sequences under context parallelism."""
     code = (
-        "import json; from ub_dynamic.backends import te; "
-        "print(json.dumps({k: str(v) for k, v in getattr(te, 'doctor_report', dict)().items()}))"
+        "import json; from dataclasses import asdict; from ub_dynamic.cp.capabilities import te_capabilities; "
+        "print(json.dumps(asdict(te_capabilities())))"
     )
     answer = _ask(code)
     if "error" in answer:
-        return [Finding(room, "backend", "broken", answer["error"], "please report this")]
-    return [Finding(room, name, "ok", text) for name, text in answer.items()]
+        return [Finding(room, "TE's attention", "broken", answer["error"], "please report this")]
+    if answer["te"] is None:  # it does not import, which is a finding already
+        return []
+    kinds = [key.removeprefix("thd_").replace("a2a_p2p", "a2a+p2p") for key in answer if key.startswith("thd_")]
+    taken = [kind for kind, key in zip(kinds, (k for k in answer if k.startswith("thd_")), strict=True) if answer[key]]
+    flash = ", ".join(map(str, answer["flash"])) or "none"
+    text = f"packed with cp: {', '.join(taken) or 'not at all'}; FlashAttention: {flash}"
+    patches = "found what they patch" if answer["patches"] else "do not know this version, and refuse"
+    return [
+        Finding(room, "TE's attention", "ok", text),
+        Finding(room, "TE backward patches", "ok" if answer["patches"] else "missing", patches),
+    ]
+
+
+def _megatron(room: str) -> Finding:
+    """Whether the adapter finds all that it wraps, in this version: it is installed and taken back."""
+    found = _package(room, "megatron-core", advice="pip install 'ub_dynamic[megatron]'")
+    if found.state != "ok" or find_spec("transformer_engine") is None:
+        return found
+    answer = _ask(
+        "import json; from ub_dynamic.integrations import megatron as m; m.install(); m.uninstall(); "
+        "print(json.dumps('fits'))"
+    )
+    if answer == "fits":
+        return Finding(room, found.name, "ok", f"{found.found}, the adapter fits")
+    text = f"{found.found}: {answer['error']}"
+    return Finding(room, found.name, "broken", text, "a version that the adapter was written for: docs/moving.md")
+
+
+def _mps(room: str) -> Finding:
+    found = shutil.which(CONTROL)
+    if found is None:
+        return Finding(room, "MPS daemon", "missing", f"{CONTROL} is not on PATH", "it comes with the NVIDIA driver")
+    return Finding(room, "MPS daemon", "ok", found)
 
 
 def _extras() -> list[Finding]:
     extras = {
-        "cli": ("typer", "rich"),
+        "cli": ("typer", "rich", "packaging"),
         "plot": ("matplotlib",),
-        "advise": ("numpy", "pyarrow"),
-        "megatron": ("megatron-core",),
+        "advise": ("pyarrow",),
         "test": ("pytest", "hypothesis", "pytest-timeout", "pytest-xdist"),
-        "docs": ("mkdocs", "mkdocs-material", "mkdocstrings"),
+        "docs": ("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
         "dev": ("ruff", "mypy"),
     }
     return [
@@ -200,17 +266,15 @@ def _extras() -> list[Finding]:
 
 
 def _package(room: str, name: str, *, advice: str) -> Finding:
-    version = _version(name)
+    return _checked(room, name, installed(name), advice)
+
+
+def _checked(room: str, name: str, version: str | None, advice: str) -> Finding:
     if version is None:
         return Finding(room, name, "missing", "not installed", advice)
+    if (range_ := needed(name)) and not satisfies(version, range_):
+        return Finding(room, name, "broken", f"{version}, but {range_} is needed", advice)
     return Finding(room, name, "ok", version)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _ask(code: str, timeout_s: float = 120.0) -> Any:

@@ -14,8 +14,6 @@ import torch
 from ..packing import PackedBatch
 from .plan import copy_tensors, zigzag_counts
 
-Halves = tuple[bool, bool]  # which of a rank's two chunks: first, second
-
 
 class BoundaryTables:
     """int32 boundaries ``[sequences + 1]`` of ``batch`` on ``device`` for a ring of ``ring`` ranks, of which it knows

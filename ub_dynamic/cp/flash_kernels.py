@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import UBUnsupportedError
-from .kernels import Gradients, OutAndLse
+from .kernels import QKV, Gradients, OutAndLse
 from .rows import take_rows
 from .sections import DeviceSection
 
@@ -21,7 +21,8 @@ class TorchFlashKernel:
     name = "torch"
     compact = True
 
-    def fwd(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DeviceSection, scale: float) -> OutAndLse:
+    def fwd(self, qkv: QKV, part: DeviceSection, scale: float) -> OutAndLse:
+        q, k, v = qkv
         host = part.host
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             take_rows(q, part.q_rows),
@@ -48,16 +49,9 @@ class TorchFlashKernel:
         return out, lse
 
     def bwd(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part: DeviceSection,
-        scale: float,
+        self, dout: torch.Tensor, qkv: QKV, out: torch.Tensor, lse: torch.Tensor, part: DeviceSection, scale: float
     ) -> Gradients:
+        q, k, v = qkv
         host = part.host
         section_lse = lse if part.q_rows is None else lse.index_select(0, part.q_rows)
         no_dropout = torch.empty(2, dtype=torch.int64, device=q.device)  # random state, not read without dropout
@@ -105,7 +99,8 @@ class TEFusedKernel:
         self._bwd_names = set(inspect.signature(self._bwd).parameters)
         self._rng_state: dict[torch.device, torch.Tensor] = {}
 
-    def fwd(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DeviceSection, scale: float) -> OutAndLse:
+    def fwd(self, qkv: QKV, part: DeviceSection, scale: float) -> OutAndLse:
+        q, k, v = qkv
         options = self._options(part, q, scale, self._fwd_names)
         out, aux, *_ = self._fwd(is_training=True, q=q, k=k, v=v, fused_attention_backend=self._backend, **options)
         lse = aux[0]
@@ -117,16 +112,9 @@ class TEFusedKernel:
         return out, lse.squeeze(-1)
 
     def bwd(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part: DeviceSection,
-        scale: float,
+        self, dout: torch.Tensor, qkv: QKV, out: torch.Tensor, lse: torch.Tensor, part: DeviceSection, scale: float
     ) -> Gradients:
+        q, k, v = qkv
         options = self._options(part, q, scale, self._bwd_names)
         if "dqkv_dtype" in self._bwd_names:
             from transformer_engine.pytorch.constants import TE_DType

@@ -141,7 +141,7 @@ class _HierarchicalAttention(torch.autograd.Function):
             # The next keys travel while these are multiplied.
             coming = job.ring.shift(current.flat) if step + 1 < len(plan.steps) else None
             if not part.host.empty:
-                merge.add(*job.kernel.fwd(q_all, current.keys, current.values, part, job.scale), plan.mask[step])
+                merge.add(*job.kernel.fwd((q_all, current.keys, current.values), part, job.scale), plan.mask[step])
             if coming is not None:
                 current = current.like(coming.wait())
         out_all, lse = merge.finish()
@@ -162,7 +162,8 @@ class _HierarchicalAttention(torch.autograd.Function):
             coming = job.ring.shift(current.flat) if step + 1 < len(job.plan.steps) else None
             grads = None
             if not part.host.empty:
-                part_dq, *grads = job.kernel.bwd(dout, q, current.keys, current.values, out, lse, part, job.scale)
+                qkv = q, current.keys, current.values
+                part_dq, *grads = job.kernel.bwd(dout, qkv, out, lse, part, job.scale)
                 dq.add(part_dq)
             travelling.add(grads)
             if coming is not None:

@@ -17,8 +17,10 @@ from typing import Protocol
 import torch
 
 from ..errors import UBShapeError, UBUnsupportedError
+from .merge import exact
 from .sections import DeviceSection
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 OutAndLse = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -33,20 +35,10 @@ class AttentionKernel(Protocol):
     name: str
     compact: bool
 
-    def fwd(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DeviceSection, scale: float
-    ) -> OutAndLse: ...
+    def fwd(self, qkv: QKV, part: DeviceSection, scale: float) -> OutAndLse: ...
 
     def bwd(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part: DeviceSection,
-        scale: float,
+        self, dout: torch.Tensor, qkv: QKV, out: torch.Tensor, lse: torch.Tensor, part: DeviceSection, scale: float
     ) -> Gradients: ...
 
 
@@ -56,9 +48,10 @@ class ReferenceKernel:
     name = "reference"
     compact = False
 
-    def fwd(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DeviceSection, scale: float) -> OutAndLse:
+    def fwd(self, qkv: QKV, part: DeviceSection, scale: float) -> OutAndLse:
+        q, k, v = qkv
         out = q.new_zeros((*q.shape[:2], v.shape[2]))
-        lse = torch.full(q.shape[:2], -math.inf, dtype=_exact(q.dtype), device=q.device)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=exact(q.dtype), device=q.device)
         for rows, keys in part.host.slices:
             scores = self._scores(q[rows], k[keys], part.host.causal, scale)
             denominator = torch.logsumexp(scores, dim=-1)
@@ -68,16 +61,9 @@ class ReferenceKernel:
         return out, lse
 
     def bwd(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        part: DeviceSection,
-        scale: float,
+        self, dout: torch.Tensor, qkv: QKV, out: torch.Tensor, lse: torch.Tensor, part: DeviceSection, scale: float
     ) -> Gradients:
+        q, k, v = qkv
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         heads = q.shape[1]
         for rows, keys in part.host.slices:
@@ -154,13 +140,9 @@ def _kernel(name: str) -> AttentionKernel:
     return _KERNELS[name]()
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
     """``[rows, heads or groups, D]`` as ``[heads, rows, D]`` in the exact type."""
-    x = x.to(_exact(x.dtype)).transpose(0, 1)
+    x = x.to(exact(x.dtype)).transpose(0, 1)
     return x if x.shape[0] == heads else x.repeat_interleave(heads // x.shape[0], dim=0)
 
 

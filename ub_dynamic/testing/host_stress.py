@@ -148,9 +148,9 @@ def _layers(backend: HostBackend) -> dict[str, torch.nn.Sequential]:
     torch.manual_seed(0)
     return {
         name: torch.nn.Sequential(
-            ColumnParallelLinear(HIDDEN, 2 * HIDDEN, ub_name=column, backend=backend),  # type: ignore[arg-type]
+            ColumnParallelLinear(HIDDEN, 2 * HIDDEN, ub_name=column, backend=backend),
             torch.nn.Tanh(),
-            RowParallelLinear(2 * HIDDEN, HIDDEN, ub_name=row, backend=backend),  # type: ignore[arg-type]
+            RowParallelLinear(2 * HIDDEN, HIDDEN, ub_name=row, backend=backend),
         )
         for name, column, row in (("attention", "qkv", "proj"), ("mlp", "fc1", "fc2"))
     }

@@ -14,8 +14,6 @@ import torch
 from ..packing import PackedBatch
 from .te_world import World
 
-RECIPES = ("bf16", "delayed", "current")
-
 
 @dataclass(frozen=True)
 class Overlap:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from ...errors import UBShapeError
+from ...errors import UBShapeError, UBUnsupportedError
 from . import plain
 from .backend import HostBackend, current_backend
 from .functional import ColumnParallel, Overlap, RowParallel
@@ -23,10 +23,42 @@ from .functional import ColumnParallel, Overlap, RowParallel
 class _ParallelLinear(nn.Module):
     """What both layers share: the backend, TE's name, and parameters drawn as in one process."""
 
-    def __init__(self, ub_name: str, overlap: bool, backend: HostBackend | None) -> None:
+    ub_names: ClassVar[tuple[str, ...]]
+    _splits_bias: ClassVar[bool]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        ub_name: str,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        backend: HostBackend | None = None,
+    ) -> None:
         super().__init__()
+        if ub_name not in self.ub_names:
+            raise UBUnsupportedError(f"ub_name = {ub_name!r}: a {type(self).__name__} is {' or '.join(self.ub_names)}")
         self._backend = backend
+        self.in_features, self.out_features = in_features, out_features
         self.ub_name, self.overlap = ub_name, overlap
+        weight, own_bias = self._own(*_draw(in_features, out_features, bias, dtype))
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(own_bias) if own_bias is not None else None
+        if self.bias is not None and not self._splits_bias:
+            mark_sequence_parallel([self.bias])
+
+    def _own(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's part of the whole parameters."""
+        raise NotImplementedError
+
+    def _share(self, features: int, what: str) -> slice:
+        """This rank's features."""
+        tp, rank = self.backend.tp, self.backend.group.rank
+        if features % tp:
+            raise UBShapeError(f"{what} = {features} cannot be split over {tp} TP ranks")
+        return slice(rank * features // tp, (rank + 1) * features // tp)
 
     @property
     def backend(self) -> HostBackend:
@@ -48,25 +80,12 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises :class:`UBShapeError` if the tokens do not match the active shape, before anything is sent.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        ub_name: Literal["qkv", "fc1"],
-        dtype: torch.dtype = torch.float32,
-        overlap: bool = True,
-        backend: HostBackend | None = None,
-    ) -> None:
-        super().__init__(ub_name, overlap, backend)
-        self.in_features, self.out_features = in_features, out_features
-        tp = self.backend.tp
-        own = _share(out_features, tp, "out_features")
-        rows = slice(self.backend.group.rank * own, (self.backend.group.rank + 1) * own)
-        weight, full_bias = _draw(in_features, out_features, bias, dtype)
-        self.weight = nn.Parameter(weight[rows].clone())
-        self.bias = nn.Parameter(full_bias[rows].clone()) if full_bias is not None else None
+    ub_names = ("qkv", "fc1")
+    _splits_bias = True
+
+    def _own(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = self._share(self.out_features, "out_features")
+        return weight[rows].clone(), None if bias is None else bias[rows].clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = _flat(x, self.in_features, self.weight)
@@ -85,27 +104,12 @@ class RowParallelLinear(_ParallelLinear):
     Raises :class:`UBShapeError` if the tokens do not match the active shape, before anything is sent.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        ub_name: Literal["proj", "fc2"],
-        dtype: torch.dtype = torch.float32,
-        overlap: bool = True,
-        backend: HostBackend | None = None,
-    ) -> None:
-        super().__init__(ub_name, overlap, backend)
-        self.in_features, self.out_features = in_features, out_features
-        tp = self.backend.tp
-        own = _share(in_features, tp, "in_features")
-        columns = slice(self.backend.group.rank * own, (self.backend.group.rank + 1) * own)
-        weight, full_bias = _draw(in_features, out_features, bias, dtype)
-        self.weight = nn.Parameter(weight[:, columns].clone(memory_format=torch.contiguous_format))
-        self.bias = nn.Parameter(full_bias) if full_bias is not None else None
-        if self.bias is not None:
-            mark_sequence_parallel([self.bias])
+    ub_names = ("proj", "fc2")
+    _splits_bias = False
+
+    def _own(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        columns = self._share(self.in_features, "in_features")
+        return weight[:, columns].clone(memory_format=torch.contiguous_format), bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tp = self.backend.tp
@@ -151,12 +155,6 @@ def _draw(
     bound = 1 / math.sqrt(in_features)
     weight = torch.empty(out_features, in_features).uniform_(-bound, bound).to(dtype)
     return weight, torch.empty(out_features).uniform_(-bound, bound).to(dtype) if bias else None
-
-
-def _share(features: int, tp: int, what: str) -> int:
-    if features % tp:
-        raise UBShapeError(f"{what} = {features} cannot be split over {tp} TP ranks")
-    return features // tp
 
 
 def _unflat(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,20 @@ def save(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> None:
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
+def load(path: str | Path) -> list[list[Span]]:
+    """The spans of each rank in a file of :func:`save`. ValueError for any other file."""
+    try:
+        events = [event for event in json.loads(Path(path).read_text())["traceEvents"] if event["ph"] == "X"]
+        ranks: list[list[Span]] = [[] for _ in range(1 + max((event["pid"] for event in events), default=-1))]
+        for event in events:
+            begin, end = event["ts"] * 1000, (event["ts"] + event["dur"]) * 1000
+            nbytes = event.get("args", {}).get("bytes", 0)
+            ranks[event["pid"]].append(Span(event["cat"], event["name"], round(begin), round(end), nbytes))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no trace of the host backend: {error!r}") from error
+    return ranks
+
+
 def gather_and_save(path: str | Path, tracer: Tracer, group: Group) -> float:
     """Write the spans of all ranks of ``group`` (on its first rank); the mean hidden fraction. Collective.
 

@@ -15,11 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ...errors import UBUnsupportedError
 from ...groups import Group, MPIGroup, TorchGroup
+
+try:
+    import numpy as np
+    import numpy.typing as npt
+except ImportError as error:
+    raise UBUnsupportedError("the host backend shares memory through numpy: pip install numpy") from error
 
 if TYPE_CHECKING:
     import torch.distributed as dist
