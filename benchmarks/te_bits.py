@@ -14,13 +14,17 @@ from typing import Any
 
 import _one_gpu
 
-from ub_dynamic.testing.te_bits import run_sweep, sweeps
+from ub_dynamic.testing.te_bits import refusal, run_sweep, sweeps
 from ub_dynamic.testing.te_layers import OVERLAPS
 
 
 def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
     for sweep in sweeps(world.size, options.lengths, options.hidden, options.capacity):
         if options.overlap and sweep.overlap not in options.overlap:
+            continue
+        if reason := refusal(world, sweep):
+            if world.rank == 0:
+                print(f"left out: {reason}", flush=True)
             continue
         begin = time.perf_counter()
         rows = run_sweep(world, sweep)

@@ -21,7 +21,7 @@ import torch
 from ub_dynamic.backends.names import GEMM_METHODS
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.testing import te_policy
-from ub_dynamic.testing.te_bits import random_lengths, sweeps
+from ub_dynamic.testing.te_bits import random_lengths, refusal, sweeps
 from ub_dynamic.testing.te_layers import KINDS, OVERLAPS, differing, outside_tolerance
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -67,6 +67,14 @@ class TestLengths:
         assert {recipe for sweep in found for recipe in sweep.recipes} == {"bf16", "delayed", "current"}
         fp8 = [tokens for sweep in found if sweep.mode == "fp8" for tokens in sweep.lengths]
         assert all(tokens % (16 * 4) == 0 for tokens in fp8)
+
+    @pytest.mark.parametrize(("tp", "devices", "left"), [(2, 1, set()), (4, 1, {"dgrad_pipeline"}), (4, 2, set())])
+    def test_what_would_starve_on_a_shared_gpu_is_left_out(
+        self, tp: int, devices: int, left: set[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        world = types.SimpleNamespace(size=tp)
+        assert {sweep.overlap for sweep in sweeps(tp, 4, 512, 1024) if refusal(world, sweep)} == left
 
 
 class TestPolicyStages:

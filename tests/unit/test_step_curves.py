@@ -31,6 +31,8 @@ class Alone:
 class Steps:
     """A step takes a microsecond a token, padded or not overlapped ones as long as they would."""
 
+    block_ms = 1.0
+
     def block(self, arm: str, tokens: int, steps: int) -> float:
         return {"pad": CAPACITY, "none": 2 * tokens}.get(arm, tokens) / 1000
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where many ranks share one GPU, TE's communication kernels get fewer streaming multiprocessors."""
+"""Where many ranks share one machine: fewer streaming multiprocessors for TE's kernels, whole cores for each."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from ub_dynamic.testing.te_layers import OVERLAPS
-from ub_dynamic.testing.te_world import World, ub_cfgs_with_room
+from ub_dynamic.testing.te_world import World, ub_cfgs_with_room, whole_cores
 
 
 def world(size: int) -> World:
@@ -43,3 +45,12 @@ def test_a_configured_number_stays() -> None:
 def test_one_rank_a_gpu_keeps_te_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert ub_cfgs_with_room(world(4), None) is None
+
+
+def test_processors_of_one_core_stay_together(tmp_path: Path) -> None:
+    for processor in range(8):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{processor % 4},{processor % 4 + 4}\n")
+    assert whole_cores([0, 1, 2, 4, 5, 6], tmp_path) == [(0, 4), (1, 5), (2, 6)]
+    assert whole_cores([0, 9], tmp_path) == [(0,), (9,)]

@@ -16,7 +16,7 @@ from ..backends.host import ColumnParallelLinear, HostBackend, RowParallelLinear
 from ..backends.names import resolve_specs
 from ..policy import Policy
 from .arms import said, use_arm
-from .interleave import no_collection
+from .interleave import BLOCK_MS, no_collection
 from .worlds import HostWorld
 
 
@@ -49,6 +49,8 @@ class _MLP(torch.nn.Module):
 
 class HostSteps:
     """Blocks of steps in each arm; ``exact``: communicators made for exactly so many tokens."""
+
+    block_ms = BLOCK_MS
 
     def __init__(
         self, world: HostWorld, capacity: int, hidden: int, ffn: int, exact: int | None, policy: Policy | None

@@ -26,6 +26,10 @@ from .interleave import no_collection
 from .operations import LAYERS
 from .worlds import WARM
 
+# Putting the guard's wrappers into TE's classes, or taking them out, makes CPython forget what it has specialised for
+# them; it specialises again after so many runs, which a training job has behind it after its first seconds.
+_SPECIALISED = 60
+
 Step = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], None]
 
 
@@ -93,6 +97,8 @@ class Sets:
 class TESteps:
     """The layers, their operands, and blocks of steps in each arm. ``layers``: with and without overlap."""
 
+    block_ms = 120.0
+
     def __init__(
         self, world: World, sets: Sets, layers: Mapping[bool, torch.nn.Module], operands: torch.Tensor, kind: LayerKind
     ) -> None:
@@ -107,7 +113,7 @@ class TESteps:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         with no_collection():
-            for _ in range(WARM):
+            for _ in range(min(_SPECIALISED, max(WARM, steps))):
                 one(layer, leaf, grad, tokens)
             begin.record()
             for _ in range(steps):

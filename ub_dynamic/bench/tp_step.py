@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ..errors import UBShapeError, UBUnsupportedError
 from ..policy import Policy
 from ..testing.te_layers import attention_heads
-from .interleave import interleaved, ratio, slowest
+from .interleave import interleaved, ratio, slowest, spread
 from .report import Budget, Report
 from .worlds import HostWorld, TEWorld, World, refusal
 
@@ -31,6 +31,10 @@ _APART = ("pad", "rebuild")
 
 
 class Steps(Protocol):
+    """``block_ms``: how long a block takes, about, besides the steps before it that are not timed."""
+
+    block_ms: float
+
     def block(self, arm: str, tokens: int, steps: int) -> float:
         """Milliseconds a step."""
 
@@ -148,13 +152,12 @@ def one_length(
     chosen: dict[str, Any] = {}
     for number, exact_first in enumerate((False, True)):
         steps = steps_of(exact, exact_first)
-        block = _at(steps, tokens)
-        for arm, blocks in interleaved(
-            together, block, world.gather, begin + (until - begin) * (number + 1) / 2, least=1
-        ).items():
+        block, block_ms = _at(steps, tokens), steps.block_ms
+        end = begin + (until - begin) * (number + 1) / 2
+        for arm, blocks in interleaved(together, block, world.gather, end, least=1, block_ms=block_ms).items():
             taken[arm] += blocks
         if exact_first and "pad" in arms:
-            beside = interleaved(("dynamic", "pad"), block, world.gather, 0.0)
+            beside = interleaved(("dynamic", "pad"), block, world.gather, 0.0, block_ms=block_ms)
             taken["pad"], taken["dynamic beside pad"] = beside["pad"], beside["dynamic"]
         if "policy" in arms:
             chosen = steps.policy(tokens)
@@ -167,6 +170,7 @@ def one_length(
         "blocks": len(taken[together[0]]),
     }
     row |= {f"{arm}_ms": statistics.median(times) for arm, times in taken.items() if times and " " not in arm}
+    row |= {f"{arm}_spread_ms": spread(times) for arm, times in taken.items() if times and " " not in arm}
     row |= _ratios(taken, fraction) | chosen
     if "rebuild" in arms:
         row["rebuild_ms"] = reinitialise_ms(world, tokens, options["hidden"]) + row.get("exact_ms", row["dynamic_ms"])

@@ -124,6 +124,21 @@ def sweeps(tp: int, count: int, hidden: int, capacity: int, *, seed: int = 20261
     return tuple(found)
 
 
+def refusal(world: World, sweep: Sweep) -> str | None:
+    """Why this world cannot run a sweep, or None.
+
+    TE's last split of a pipelined reduce-scatter takes 32 streaming multiprocessors a rank whatever ``num_sm`` says
+    (``UB_MAX_SM`` in comm_gemm_overlap.cpp). Those of three ranks leave 36 of an H200's 132 to the fourth, which the
+    FP8 dgrad GEMM before its own reduce-scatter was seen not to get: TE's timeout (20 s) then ended the wait.
+    """
+    if sweep.overlap == "dgrad_pipeline" and world.size > 2 * torch.cuda.device_count():
+        return (
+            f"{sweep.overlap} {sweep.mode}: {world.size} ranks on {torch.cuda.device_count()} GPU(s) starve each other "
+            "in a pipelined dgrad; two ranks a GPU can run it"
+        )
+    return None
+
+
 def run_sweep(world: World, sweep: Sweep, plain_cases: int = 4) -> list[Row]:
     """Both passes of one sweep; the same rows on every rank.
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,11 +82,27 @@ def te_world(timeout_s: float = 120.0) -> Iterator[World]:
 
 
 def keep_to_own_processors(world: World) -> None:
-    """This rank on its share of the processors, with the threads that it starts from now on: for timings."""
-    allowed = sorted(os.sched_getaffinity(0))
-    share = len(allowed) // world.size
+    """This rank on its share of the processors, with the threads that it starts from now on: for timings.
+
+    A core that runs two threads at once gives each about half of its speed, so whole cores are shared out.
+    """
+    cores = whole_cores(sorted(os.sched_getaffinity(0)))
+    share = len(cores) // world.size
     if share:
-        os.sched_setaffinity(0, allowed[world.rank * share : (world.rank + 1) * share])
+        mine = cores[world.rank * share : (world.rank + 1) * share]
+        os.sched_setaffinity(0, [processor for core in mine for processor in core])
+
+
+def whole_cores(processors: Sequence[int], system: Path = Path("/sys/devices/system/cpu")) -> list[tuple[int, ...]]:
+    """``processors``, those of one core together; each for itself where the machine does not tell."""
+    cores: dict[str, list[int]] = {}
+    for processor in processors:
+        try:
+            name = (system / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text().strip()
+        except OSError:
+            name = str(processor)
+        cores.setdefault(name, []).append(processor)
+    return [tuple(core) for core in cores.values()]
 
 
 def quantization_modes(names: Sequence[str]) -> list[Any]:

@@ -68,6 +68,7 @@ class TEBackend:
             methods=plans.methods if plans else dict,
             make_gate=None if native is None or registry is None else functools.partial(native.Gate, registry),
         )
+        self.busy: Callable[[], str | None] = self.guard.busy  # asked at every change, so without a step in between
         self.apply: Callable[[int], None] = self._make_apply()
         self.switch: Callable[[Any], None] = plans.switch if plans else lambda plan: None
 
@@ -105,9 +106,6 @@ class TEBackend:
     def follow_choices(self, follow: bool) -> None:
         if self._plans is not None:
             self._plans.follow_choices(follow)
-
-    def busy(self) -> str | None:
-        return self.guard.busy()
 
     def find(self, communicator: object) -> str | None:
         return next((comm.name for comm in self.communicators if comm.reference() is communicator), None)
