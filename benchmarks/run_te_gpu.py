@@ -106,9 +106,9 @@ PARTS: tuple[Part, ...] = (
     _benchmark("te_policy", 4, 150, result="policy", alone=True, gpu=1),
     _benchmark("te_set_shape", 4, 55, "--no-mps", alone=True, gpu=1),
     _benchmark("te_reinit", 4, 55, "--no-mps", alone=True, gpu=1),
-    _benchmark("cp_hierarchical_gpu", 4, 70, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True),
+    _benchmark("cp_hierarchical_gpu", 4, 110, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True),
     _benchmark(
-        "cp_hierarchical_gpu", 2, 60, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True, gpu=1
+        "cp_hierarchical_gpu", 2, 90, part="cp_hierarchical_gpu_alone", result="cp_hierarchical", alone=True, gpu=1
     ),
 )
 
