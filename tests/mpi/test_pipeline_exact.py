@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ub_dynamic.pipeline import PipelineRunner, PipelineTransport, make_schedule, store_peak
+from ub_dynamic.pipeline.wires import NcclWire
 from ub_dynamic.testing.attnres import AttnResConfig, cut, make_batch, whole_model
 from ub_dynamic.testing.pipeline_cases import (
     P4V2,
@@ -224,21 +225,40 @@ def test_tokens_can_come_with_the_header(mpi_size: int) -> None:
     transport.close()
 
 
-@pytest.mark.mpi(4, launcher="torchrun")
-def test_tensors_may_arrive_before_their_header_is_read(mpi_size: int) -> None:
-    """What NCCL's wire does: receives are posted one pass ahead, since T is known."""
-    case = cases(mpi_size, 2)[1]
+class Once:
+    """Gloo's work, which must not be waited for again, as NCCL's, which may."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work: dist.Work | None = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+@pytest.mark.mpi(2, 4, launcher="torchrun")
+@pytest.mark.parametrize("chunks", [1, 2], ids=["1f1b", "interleaved"])
+def test_rounds_that_go_together(mpi_size: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's wire, here over gloo: what a round sends and receives stays until its end."""
+    batch = dist.batch_isend_irecv
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [Once(work) for work in batch(operations)])
+    case = cases(mpi_size, chunks)[1]
     config = case.config()
     batches = batches_of(case, config)
     whole, _ = reference(config, case.lengths)
     with transport_of(case, config) as transport:
-        transport.payload.early = True
-        runner, chunks = rank_runner(case, config, transport, cache=False)
-        for _ in range(2):
-            for chunk in chunks:
-                chunk.zero_grad()
-            assert runner.step(batches).memory.buffers_leased == 0
-            assert largest_difference(gradients(case, transport.rank, chunks, whole)) == 0.0
+        members = tuple(range(mpi_size))
+        transport.payload = NcclWire([members], members, transport.rank, torch.device("cpu"), 60, backend="gloo")
+        for cache in (False, True):
+            runner, mine = rank_runner(case, config, transport, cache=cache)
+            for _ in range(2):
+                for chunk in mine:
+                    chunk.zero_grad()
+                assert runner.step(batches).memory.buffers_leased == 0
+                difference = largest_difference(gradients(case, transport.rank, mine, whole))
+                assert difference <= (1e-12 if cache else 0.0)
+            assert runner.evaluate(batches).memory.buffers_leased == 0
 
 
 @pytest.mark.mpi(1, 2, launcher="torchrun")

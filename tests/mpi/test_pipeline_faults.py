@@ -119,7 +119,7 @@ class LosesOne:
     """A wire that loses message ``serial``."""
 
     def __init__(self, wire, serial: int) -> None:
-        self.early, self._wire, self._serial = wire.early, wire, serial
+        self.together, self._wire, self._serial = wire.together, wire, serial
 
     def send(self, tensors, peer, direction, serial):
         if serial == self._serial:
@@ -130,6 +130,9 @@ class LosesOne:
         return self._wire.receive(*args)
 
     def wait(self, what: str) -> None: ...
+
+    def launch(self) -> None:
+        self._wire.launch()
 
     def close(self) -> None: ...
 

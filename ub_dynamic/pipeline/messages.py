@@ -43,15 +43,15 @@ class Traffic:
     header_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrival:
-    """A message on its way, posted but not waited for. ``early``: its tensors, if they were posted already."""
+    """A message on its way. ``tensors``: their buffers and their transfer, once the header was read."""
 
     expected: Header
     serial: int
     words: torch.Tensor
     header: Work
-    early: tuple[tuple[Lease, ...], Work] | None
+    tensors: tuple[tuple[Lease, ...], Work] | None = None
 
 
 @dataclass(frozen=True)

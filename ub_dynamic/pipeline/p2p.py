@@ -171,37 +171,43 @@ class PipelineTransport:
     # -- receiving -------------------------------------------------------------------------------------------
 
     def post(self, expected: Header) -> Arrival:
-        """Begin to receive the message that comes next.
-
-        Where T is known and the wire allows it, the tensors begin to arrive before the header is looked at, so
-        that they do while the caller computes.
-        """
+        """Begin to receive the message that comes next: its header, which says what to make room for."""
         self._check_usable()
         channel = self._in[expected.direction]
         serial, words = channel.count, torch.empty(WORDS, dtype=torch.int64)
         channel.count += 1
         header = self.headers.receive([words], channel.peer, expected.direction, serial)
-        early = None
-        if self.payload.early and expected.tokens is not None:
-            early = self._receive(expected, serial, expected.tokens)
-        return Arrival(expected, serial, words, header, early)
+        return Arrival(expected, serial, words, header)
+
+    def exchange(self, arrivals: Sequence[Arrival]) -> None:
+        """The end of a round: where the wire moves all of it together, that happens now."""
+        if self.payload.together:
+            for arrival in arrivals:
+                arrival.tensors = self._take(arrival)
+            self.payload.launch()
 
     def wait(self, arrival: Arrival) -> Message:
         """The message, after its header has been compared with the one that was to come."""
+        expected = arrival.expected
+        channel = self._in[expected.direction]
+        leases, tensors = arrival.tensors or self._take(arrival)
+        peer = self.members[channel.peer]
+        tensors.wait(f"{self._me} has the header of the {expected} from rank {peer}, but its tensors do not come")
+        channel.taken += 1
+        return Message(leases[0].tensor.shape[0] * self.tp, leases)
+
+    def _take(self, arrival: Arrival) -> tuple[tuple[Lease, ...], Work]:
+        """Wait for the header, and begin to receive what it announces."""
         expected = arrival.expected
         channel = self._in[expected.direction]
         peer = self.members[channel.peer]
         arrival.header.wait(f"{self._me} waits for the {expected} from rank {peer}, which has not sent it")
         header = self._read(arrival.words, channel.peer)
         check(header, expected, peer, self.members[self.rank])
-        tokens = header.tokens
-        assert tokens is not None
-        self.check_tokens(tokens)
+        assert header.tokens is not None
+        self.check_tokens(header.tokens)
         self._acknowledge(header)
-        leases, tensors = arrival.early or self._receive(expected, arrival.serial, tokens)
-        tensors.wait(f"{self._me} has the header of the {expected} from rank {peer}, but its tensors do not come")
-        channel.taken += 1
-        return Message(tokens, leases)
+        return self._receive(expected, arrival.serial, header.tokens)
 
     def _receive(self, expected: Header, serial: int, tokens: int) -> tuple[tuple[Lease, ...], Work]:
         leases = tuple(self.pool.lease(tokens // self.tp) for _ in range(1 + expected.blocks))

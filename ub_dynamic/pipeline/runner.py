@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ import torch
 from ..errors import UBShapeError
 from .headers import Header
 from .memory import MemoryReport
-from .messages import Arrival, Traffic
+from .messages import Arrival, Message, Traffic
 from .p2p import PipelineTransport
+from .rounds import Round, make_rounds
 from .routes import BlockRoutes
-from .schedules import Action, ScheduleName, make_schedule
+from .schedules import Action, ScheduleName
 from .stage import BlockStage, Chunk, Output
 from .store import BlockStore
 
@@ -106,10 +106,10 @@ class PipelineRunner:
 
     def _go(self, schedule: ScheduleName, batches: Sequence[Any], training: bool) -> StepResult:
         size, rank = self.transport.size, self.transport.rank
-        plan = list(make_schedule(schedule, rank, size, len(self.stages), len(batches)))
+        rounds = make_rounds(schedule, rank, size, len(self.stages), len(batches))
         self._begin(batches)
         try:
-            self._run(plan, training)
+            self._run(rounds, training)
             self.transport.flush()
         except BaseException as error:
             for stage in self.stages:
@@ -141,36 +141,38 @@ class PipelineRunner:
         self._batches, self._tokens, self._losses = batches, tokens, {}
         self.store.peak_bytes = 0
 
-    def _run(self, plan: Sequence[Action], training: bool) -> None:
-        arrival = self._post(plan[0])
-        for action, following in zip_longest(plan, plan[1:]):
-            message = self.transport.wait(arrival) if arrival else None
-            if message:
-                self._tokens.setdefault(action.microbatch, message.tokens)
-            arrival = self._post(following) if following else None  # to arrive while this pass computes
-            batch = self._batches[action.microbatch]
-            stage = self.stages[action.chunk]
-            with self._microbatch(self._tokens[action.microbatch] if batch is None else batch):
-                if action.kind == "forward":
-                    output: Output | None = stage.forward(action.microbatch, batch, message, training)
-                else:
-                    output = stage.backward(action.microbatch, message)
-            if action.kind == "forward" and stage.last:
-                assert output is not None
-                self._losses[action.microbatch] = output.tensors[0]
-            elif output is not None:
-                self._send(action, output, training)
+    def _run(self, rounds: Sequence[Round], training: bool) -> None:
+        arrivals: dict[Action, Arrival] = {}
+        for action, coming in rounds:
+            if action is not None:
+                arrival = arrivals.pop(action, None)
+                self._pass(action, self.transport.wait(arrival) if arrival else None, training)
+            posted = {each: self.transport.post(self._expected(each)) for each in coming}
+            self.transport.exchange(list(posted.values()))
+            arrivals |= posted
 
-    def _post(self, action: Action) -> Arrival | None:
-        expected = self._expected(action)
-        return None if expected is None else self.transport.post(expected)
-
-    def _expected(self, action: Action) -> Header | None:
-        """What has to arrive before this pass; None where it starts here."""
+    def _pass(self, action: Action, message: Message | None, training: bool) -> None:
+        """Compute, and send what comes out."""
+        if message:
+            self._tokens.setdefault(action.microbatch, message.tokens)
+        batch = self._batches[action.microbatch]
         stage = self.stages[action.chunk]
-        if action.kind == "forward":
-            return None if stage.first else self._header(action, stage.stage, len(self.routes.received(stage.stage)))
-        return None if stage.last else self._header(action, stage.stage, len(self.routes.send[stage.stage]))
+        with self._microbatch(self._tokens[action.microbatch] if batch is None else batch):
+            if action.kind == "forward":
+                output: Output | None = stage.forward(action.microbatch, batch, message, training)
+            else:
+                output = stage.backward(action.microbatch, message)
+        if action.kind == "forward" and stage.last:
+            assert output is not None
+            self._losses[action.microbatch] = output.tensors[0]
+        elif output is not None:
+            self._send(action, output, training)
+
+    def _expected(self, action: Action) -> Header:
+        """What has to arrive before this pass."""
+        stage = self.stages[action.chunk].stage
+        blocks = len(self.routes.received(stage) if action.kind == "forward" else self.routes.send[stage])
+        return self._header(action, stage, blocks)
 
     def _send(self, action: Action, output: Output, training: bool) -> None:
         stage = self.stages[action.chunk].stage

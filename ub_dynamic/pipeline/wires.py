@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -30,14 +29,16 @@ class Work(Protocol):
 class Wire(Protocol):
     """Moves the tensors of message number ``serial`` of a channel to or from ``peer`` (a rank of the pipeline).
 
-    ``early``: a receive may be posted before its header has been checked.
+    ``together``: what is sent and received in one round of the schedule goes at :meth:`launch`, and not before.
     """
 
-    early: bool
+    together: bool
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, direction: Direction, serial: int) -> Work: ...
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int, direction: Direction, serial: int) -> Work: ...
+
+    def launch(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -50,7 +51,7 @@ class HostWire:
     it waits for the header.
     """
 
-    early = False
+    together = False
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], timeout_s: float, first_part: int) -> None:
         self._group, self._members = group, members
@@ -61,6 +62,9 @@ class HostWire:
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int, direction: Direction, serial: int) -> Work:
         return self._post(dist.irecv, tensors, peer, direction, serial)
+
+    def launch(self) -> None:
+        pass  # every send has gone
 
     def close(self) -> None:
         pass  # the group belongs to whoever made it
@@ -103,13 +107,19 @@ class _HostWork:
 
 
 class NcclWire:
-    """Tensors in device memory, over NCCL: a communicator of two ranks for each channel, all made at build time.
+    """Tensors in device memory, over NCCL: all that a round of the schedule sends and receives in one kernel.
 
-    Channels that shared a communicator would wait for each other. ``wait`` makes the current stream wait, not
-    the host; a device that never answers is ended by NCCL's own watchdog after ``timeout_s``.
+    NCCL's kernels wait on the device for their peers. With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which TP overlap is run
+    with, all streams of a process share one hardware queue, and the event behind a kernel that waits holds up
+    whatever was enqueued after it: a receive that is posted ahead keeps back the very pass that its sender waits for,
+    and two messages that cross, in a kernel each, keep back each other. In one kernel they progress together (NCCL's
+    user guide, group calls), and both ends of a message are in the same round, so that no kernel waits for a later
+    one (:mod:`~ub_dynamic.pipeline.rounds`). ``wait`` makes the current stream wait, not the host; a device that never
+    answers is ended by NCCL's own watchdog after ``timeout_s``. ``backend``: another one of torch.distributed, for
+    tests.
     """
 
-    early = True
+    together = True
 
     def __init__(
         self,
@@ -118,53 +128,65 @@ class NcclWire:
         rank: int,
         device: torch.device,
         timeout_s: float,
+        backend: str = "nccl",
     ) -> None:
-        if not dist.is_nccl_available():
+        if backend == "nccl" and not dist.is_nccl_available():
             raise UBUnsupportedError(f"device {device} needs torch.distributed with NCCL; this torch has none")
-        self._members, self._rank = members, rank
-        self._groups: dict[tuple[Direction, int, int], dist.ProcessGroup] = {}
-        timeout = timedelta(seconds=timeout_s)
-        directions: tuple[tuple[Direction, int], ...] = (("forward", 1), ("backward", -1))
-        for ranks, (direction, step) in product(pipelines, directions):
-            for source in range(len(ranks)):
-                target = (source + step) % len(ranks)
-                made = dist.new_group([ranks[source], ranks[target]], timeout, "nccl")  # every rank makes all
-                if ranks == members and rank in (source, target):
-                    self._groups[direction, source, target] = made
-                    self._use_once(made, rank == source, target if rank == source else source, device)
+        self._members = members
+        self._batch = _Batch()
+        self._group: dist.ProcessGroup | None = None
+        for ranks in pipelines:
+            made = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)  # every rank makes all
+            if ranks == members:
+                self._group = made
+        self._set_up(rank, device)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, direction: Direction, serial: int) -> Work:
-        return self._post(dist.isend, tensors, peer, self._groups[direction, self._rank, peer])
+        return self._add(dist.isend, tensors, peer)
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int, direction: Direction, serial: int) -> Work:
-        return self._post(dist.irecv, tensors, peer, self._groups[direction, peer, self._rank])
+        return self._add(dist.irecv, tensors, peer)
+
+    def launch(self) -> None:
+        self._batch.launch()
+        self._batch = _Batch()
 
     def close(self) -> None:
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
+        self._batch = _Batch()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
-    def _use_once(self, group: dist.ProcessGroup, sends: bool, peer: int, device: torch.device) -> None:
-        """The first use of a communicator sets it up and synchronises; no later transfer does."""
-        token = torch.zeros(1, device=device)
-        self._post(dist.isend if sends else dist.irecv, [token], peer, group).wait("set-up")
+    def _set_up(self, rank: int, device: torch.device) -> None:
+        """The first use of a connection sets it up and synchronises; no later transfer does."""
+        size = len(self._members)
+        for step in (1, -1):
+            self._add(dist.isend, [torch.zeros(1, device=device)], (rank + step) % size)
+            self._add(dist.irecv, [torch.zeros(1, device=device)], (rank - step) % size)
+        batch = self._batch
+        self.launch()
+        batch.wait("set-up")
 
-    def _post(
-        self,
-        operation: Callable[..., Any],
-        tensors: Sequence[torch.Tensor],
-        peer: int,
-        group: dist.ProcessGroup,
-    ) -> Work:
+    def _add(self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int) -> _Batch:
         rank = self._members[peer]
-        return _DeviceWork(dist.batch_isend_irecv([dist.P2POp(operation, t, rank, group) for t in tensors]))
+        self._batch.operations += [dist.P2POp(operation, tensor, rank, self._group) for tensor in tensors]
+        return self._batch
 
 
-class _DeviceWork:
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+class _Batch:
+    """Sends and receives of one kernel."""
+
+    def __init__(self) -> None:
+        self.operations: list[dist.P2POp] = []
+        self._works: list[dist.Work] | None = None
+
+    def launch(self) -> None:
+        self._works = dist.batch_isend_irecv(self.operations) if self.operations else []
+        self.operations = []
 
     def wait(self, what: str) -> None:
+        if self._works is None:
+            raise UBStateError(f"{what}: its round has not been launched")
         for work in self._works:
             work.wait()
 
@@ -172,7 +194,7 @@ class _DeviceWork:
 class LocalWire:
     """The next stage is on the same rank (pp 1): the receiver copies what the sender left."""
 
-    early = False
+    together = False
 
     def __init__(self) -> None:
         self._left: dict[tuple[Direction, int], Sequence[torch.Tensor]] = {}
@@ -183,6 +205,9 @@ class LocalWire:
 
     def receive(self, tensors: Sequence[torch.Tensor], peer: int, direction: Direction, serial: int) -> Work:
         return _HandOver(self._left, (direction, serial), tensors)
+
+    def launch(self) -> None:
+        pass
 
     def close(self) -> None:
         self._left.clear()
