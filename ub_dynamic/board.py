@@ -75,10 +75,11 @@ class RankBoard:
 
     def exchange(self, tokens: int, communicator: int = 0) -> None:
         """:meth:`publish` and :meth:`check` in one call."""
-        if self._fast is None:
+        fast = self._fast
+        if fast is None:
             self.publish(tokens, communicator)
             self.check()
-        elif not self._fast(communicator << _TOKEN_BITS | tokens):
+        elif not fast(communicator << _TOKEN_BITS | tokens if communicator else tokens):
             self.check()
 
     def use_native(self, make: Callable[..., Any]) -> None:

@@ -282,7 +282,8 @@ class Manager:
     def _change(self, tokens: int) -> None:
         if not self._rule.accepts(tokens):
             self._refuse(tokens)
-        self._refuse_while_busy(tokens)
+        if busy := self.backend.busy():
+            self._refuse_change(tokens, busy)
         if self._strict:
             self._compare(tokens)
         elif self._board is not None:
@@ -309,16 +310,16 @@ class Manager:
                 raise type(error)(f"{error}{together}") from None
         raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
 
-    def _refuse_while_busy(self, tokens: int) -> None:
-        if busy := self.backend.busy():
-            raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+    def _refuse_change(self, tokens: int, busy: str) -> None:
+        raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
 
     def _set_named(self, tokens: int, names: Iterable[str]) -> ShapeReport:
         chosen = tuple(dict.fromkeys(self._with_alternatives((names,) if isinstance(names, str) else names)))
         for name in chosen:
             check_tokens(self._spec(name), tokens)
         with self._lock:
-            self._refuse_while_busy(tokens)
+            if busy := self.backend.busy():
+                self._refuse_change(tokens, busy)
             for name in chosen:
                 self._compare(tokens, self._updated.index(name) + 1)
             for name in chosen:

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "board.h"
+#include "direct.h"
 #include "gate.h"
 #include "registry.h"
 
@@ -134,6 +135,14 @@ void destroy_shared() {
   Closer closer(create);
 }
 
+// What every change of shape calls.
+PyObject *apply(Registry &registry, Py_ssize_t tokens) {
+  registry.apply(static_cast<size_t>(tokens));
+  Py_RETURN_NONE;
+}
+
+PyObject *exchange(Board &board, Py_ssize_t tokens) { return PyBool_FromLong(board.exchange(tokens)); }
+
 }  // namespace
 }  // namespace ub_dynamic
 
@@ -144,7 +153,7 @@ PYBIND11_MODULE(active_shape, m) {
   py::class_<Registry>(m, "Registry", py::module_local())
       .def(py::init<>())
       .def("add", &Registry::add, py::arg("communicator"), py::arg("capacity"))
-      .def("apply", &Registry::apply, py::arg("tokens"))
+      .def_property_readonly("apply", &of_one_integer<Registry, &apply>)
       .def("apply_one", &Registry::apply_one, py::arg("index"), py::arg("tokens"))
       .def("active", &Registry::active, py::arg("index"))
       .def("pair", &Registry::pair, py::arg("first_key"), py::arg("second_key"), py::arg("first"), py::arg("second"))
@@ -156,7 +165,7 @@ PYBIND11_MODULE(active_shape, m) {
   py::class_<Board>(m, "Board", py::module_local())
       .def(py::init<py::buffer, py::buffer, std::int64_t, std::int64_t, std::int64_t, std::int64_t>(), py::arg("words"),
            py::arg("compared"), py::arg("rank"), py::arg("size"), py::arg("slots"), py::arg("ahead"))
-      .def("exchange", &Board::exchange, py::arg("tokens"));
+      .def_property_readonly("exchange", &of_one_integer<Board, &exchange>);
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", py::module_local())
       .def(py::init<const Registry *, py::dict, py::dict, py::dict, py::object, py::object>(), py::keep_alive<1, 2>(),
            py::arg("registry"), py::arg("lent"), py::arg("enqueuing"), py::arg("runs"), py::arg("gather"),

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "direct.h"
 #include "registry.h"
 
 namespace ub_dynamic {
@@ -231,32 +232,22 @@ class Gate {
   std::unordered_map<PyObject *, std::shared_ptr<const Use>> uses_;
 };
 
-// A function of Python that lets a gate decide which of two functions a call takes. It gets the arguments as the
-// interpreter has them, since pybind11 would copy them first.
+// A function that lets a gate decide which of two functions a call takes; it gets the arguments as the interpreter has
+// them. `method`: as an attribute of a class.
 template <PyObject *(Gate::*path)(const Gate::Way &, const Arguments &), bool method>
 py::object wrapped(const std::shared_ptr<Gate> &gate, py::object original, py::object slow) {
   struct Self {
     std::shared_ptr<Gate> gate;
     Gate::Way way;
   };
+  PyCFunctionWithKeywords call = [](PyObject *capsule, PyObject *args, PyObject *kwargs) -> PyObject * {
+    auto &self = self_of<Self>(capsule);
+    return translated([&] { return (self.gate.get()->*path)(self.way, {args, kwargs}); });
+  };
   static PyMethodDef definition = {
-      "ub_dynamic_gate",
-      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(
-          +[](PyObject *capsule, PyObject *args, PyObject *kwargs) -> PyObject * {
-            auto *self = static_cast<Self *>(PyCapsule_GetPointer(capsule, nullptr));
-            try {
-              return (self->gate.get()->*path)(self->way, {args, kwargs});
-            } catch (py::error_already_set &error) {
-              error.restore();
-            } catch (const std::exception &error) {
-              PyErr_SetString(PyExc_RuntimeError, error.what());
-            }
-            return nullptr;
-          })),
+      "ub_dynamic_gate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
       METH_VARARGS | METH_KEYWORDS, nullptr};
-  const py::capsule self(new Self{gate, {std::move(original), std::move(slow)}},
-                         [](void *pointer) { delete static_cast<Self *>(pointer); });
-  auto function = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
+  py::object function = made_of(&definition, Self{gate, {std::move(original), std::move(slow)}});
   if (!method) return function;
   return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
 }
