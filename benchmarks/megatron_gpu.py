@@ -64,7 +64,7 @@ def _one_part(
     work = prepare(settings)
     initialize_userbuffers(work.capacity, settings, ub_cfgs_with_room(world))
     runs = [Run(mode, settings, work) for mode in modes]
-    take_turns(runs, work, lambda run: None)
+    take_turns(runs, work, lambda run: None, warm=len(work.steps) if facts["part"] == "time" else 1)
     for run in runs:
         for row in run.rows():
             add({**facts, "hidden": settings.hidden, "token_ratio": work.token_ratio, "capacity": work.capacity, **row})
@@ -84,7 +84,7 @@ def settings_of(options: argparse.Namespace, recompute: str, prefix: str = "") -
     from gpt.settings import parse
 
     flags = ["--mode", *MODES, "--tp", str(TP), "--recompute", recompute]
-    names = ("pp", "steps", "microbatches", "documents", "max_document", "hidden", "layers", "heads", "seed")
+    names = ("pp", "steps", "microbatches", "documents", "max_document", "hidden", "layers", "heads", "lr", "seed")
     for name in names:
         value = getattr(options, prefix + name, getattr(options, name))
         flags += [f"--{name.replace('_', '-')}", str(value)]
@@ -138,6 +138,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     timed = parser.add_argument_group("the part that is timed, dynamic against pad")
     timed.add_argument("--timed-steps", type=int, default=8)
@@ -145,6 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     timed.add_argument("--timed-max-document", type=int, default=4096, help="bytes")
     timed.add_argument("--timed-hidden", type=int, default=4096)
     timed.add_argument("--timed-heads", type=int, default=32)
+    timed.add_argument("--timed-lr", type=float, default=1e-4)
     options = parser.parse_args(arguments)
     options.tp = [TP * options.pp]  # ranks of the one start; --tp of the other programs means that
     settings_of(options, options.recompute[0])  # refuses what cannot be before anything is started

@@ -28,7 +28,7 @@ def summarise(settings: argparse.Namespace, work: Any, runs: Sequence[Any]) -> d
 def compare(runs: Sequence[Any], token_ratio: float) -> dict[str, float]:
     """How far dynamic is from the run without TP overlap (from pad where that did not run), and its time over pad's.
 
-    The first step is left out of the times.
+    The first step is left out of the times, and of the token ratio that they are compared with.
     """
     by_mode = {run.mode: run.steps for run in runs}
     dynamic, pad = by_mode.get("dynamic"), by_mode.get("pad")
@@ -45,6 +45,9 @@ def compare(runs: Sequence[Any], token_ratio: float) -> dict[str, float]:
                 )
     if dynamic is not None and pad is not None:
         figures["dynamic_over_pad_time"] = _seconds(dynamic) / _seconds(pad)
+        figures["token_ratio"] = sum(step.tokens for step in _counted(dynamic)) / sum(
+            step.tokens for step in _counted(pad)
+        )
     return figures
 
 
@@ -103,6 +106,9 @@ def _mode(run: Any) -> dict[str, Any]:
     }
 
 
+def _counted(steps: Sequence[Any]) -> Sequence[Any]:
+    return steps[1:] if len(steps) > 1 else steps
+
+
 def _seconds(steps: Sequence[Any]) -> float:
-    counted = steps[1:] if len(steps) > 1 else steps
-    return sum(step.seconds for step in counted)
+    return sum(step.seconds for step in _counted(steps))

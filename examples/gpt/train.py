@@ -61,9 +61,10 @@ class Run:
     def losses(self) -> list[float]:
         return [step.loss for step in self.steps]
 
-    def warm_up(self) -> None:
-        """Forward and backward of the first step without an update, so that first-use costs are nobody's."""
-        self._forward_backward(self.work.steps[0])
+    def warm_up(self, steps: int = 1) -> None:
+        """Forward and backward of the first steps without an update, so that first-use costs are nobody's."""
+        for microbatches in self.work.steps[:steps]:
+            self._forward_backward(microbatches)
         self.trained.zero_gradients()
 
     def step(self, microbatches: Sequence[Packed]) -> None:
@@ -117,10 +118,13 @@ class Run:
         return sum(float(each["loss"]) for each in store), sum(int(each["labels"]) for each in store)
 
 
-def take_turns(runs: Sequence[Run], work: Work, on_step: Callable[[Run], None]) -> None:
-    """Every mode over the same microbatches, step by step in turns, so that a busy machine is fair to all."""
+def take_turns(runs: Sequence[Run], work: Work, on_step: Callable[[Run], None], warm: int = 1) -> None:
+    """Every mode over the same microbatches, step by step in turns, so that a busy machine is fair to all.
+
+    ``warm``: steps that are gone through once before; libraries plan for each new T.
+    """
     for run in runs:
-        run.warm_up()
+        run.warm_up(warm)
     for number, microbatches in enumerate(work.steps):
         for run in runs if number % 2 == 0 else reversed(runs):
             run.step(microbatches)

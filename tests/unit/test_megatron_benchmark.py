@@ -25,7 +25,15 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def row(mode: str, step: int, **changes: Any) -> dict[str, Any]:
-    values = {"part": "equal", "recompute": "no", "token_ratio": 0.6, "loss": 2.0, "grad_norm": 1.0, "seconds": 1.0}
+    values = {
+        "part": "equal",
+        "recompute": "no",
+        "token_ratio": 0.6,
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "seconds": 1.0,
+        "tokens": 10,
+    }
     return {**values, "mode": mode, "step": step, **changes}
 
 
@@ -51,8 +59,9 @@ def test_figures_take_the_worst_of_all_kinds_of_recomputation(program: ModuleTyp
                 row("pad", step, recompute=recompute, loss=2.0 + off / 2),
                 row("none", step, recompute=recompute, grad_norm=1.25),
             ]
-    for mode, seconds in (("dynamic", 0.61), ("pad", 1.0)):
-        rows += [row(mode, step, part="time", token_ratio=0.6, seconds=seconds, loss=5.0) for step in range(3)]
+    for mode, seconds, tokens in (("dynamic", 0.61, 6), ("pad", 1.0, 10)):
+        rows += [row(mode, step, part="time", seconds=seconds, tokens=tokens, loss=5.0) for step in range(1, 3)]
+        rows.insert(-2, row(mode, 0, part="time", seconds=7.0, tokens=10, loss=5.0))  # the first step is left out
     figures = program.figures(rows)
     assert figures["iterations"] == 3
     assert figures["max_loss_diff"] == pytest.approx(0.03)
