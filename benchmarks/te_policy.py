@@ -68,7 +68,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
 
 def _growth(world: Any, lengths: Sequence[int], calls: int) -> int:
     """Bytes that ``calls`` switches leave behind, on the host and on the device."""
-    alternate(world, lengths, te_policy.HIDDEN, 100_000)  # pages that the allocators of the process take once
+    alternate(world, lengths, te_policy.HIDDEN, calls)  # pages that allocators take once, for gloo's barriers too
     device, host = device_bytes(world), resident_bytes()
     alternate(world, lengths, te_policy.HIDDEN, calls)
     host = resident_bytes() - host

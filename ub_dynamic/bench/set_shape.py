@@ -143,7 +143,7 @@ def _growth(world: TEWorld, calls: int) -> dict[str, Any]:
     from ..testing.te_memory import alternate, device_bytes, resident_bytes
 
     ranks = world.world
-    alternate(ranks, TE_LENGTHS, TE_HIDDEN, 100_000)  # pages that the allocators of the process take once
+    alternate(ranks, TE_LENGTHS, TE_HIDDEN, calls)  # pages that allocators take once, for gloo's barriers too
     device, host, allocated = device_bytes(ranks), resident_bytes(), torch.cuda.memory_allocated()
     alternate(ranks, TE_LENGTHS, TE_HIDDEN, calls)
     host = resident_bytes() - host
