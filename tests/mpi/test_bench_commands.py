@@ -60,7 +60,10 @@ def test_one_operation_against_its_gemm(tmp_path: Path) -> None:
 
 def test_a_step_in_every_arm_and_lengths(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    run("bench", "tp-step", *SMALL, "--capacity", "128", "--tokens", "64", "--seconds", "2", "--json", str(path))
+    picture = tmp_path / "steps.svg"
+    words = ("--capacity", "128", "--tokens", "64", "--seconds", "2", "--json", str(path), "--plot", str(picture))
+    run("bench", "tp-step", *SMALL, *words)
+    assert picture.read_text().startswith("<?xml")
     result = json.loads(path.read_text())
     (row,) = result["rows"]
     for arm in ("dynamic", "exact", "pad", "rebuild", "none", "unguarded", "auto"):

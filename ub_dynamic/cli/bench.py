@@ -32,6 +32,7 @@ from .measuring import (
     sizes,
     token_list,
 )
+from .pictures import PictureFile
 from .tables import show_table
 
 bench = typer.Typer(
@@ -108,6 +109,7 @@ def tp_step(
     force: Force = False,
     seconds: Seconds = 120,
     json: JsonFile = None,
+    plot: PictureFile = None,
 ) -> None:
     """A training step at T: dynamic, made for exactly T, padded to capacity, rebuilt, without overlap, with a policy.
 
@@ -116,7 +118,7 @@ def tp_step(
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
     found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks, options["hidden"])
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
-    _measure("tp-step", options, backend, ranks, seconds, json)
+    _measure("tp-step", options, backend, ranks, seconds, json, plot)
 
 
 @bench.command()
@@ -205,7 +207,13 @@ def _table(policy: Path | None, force: bool) -> dict[str, Any]:
 
 
 def _measure(
-    name: str, options: Mapping[str, Any], backend: str, ranks: int, seconds: float, json: Path | None
+    name: str,
+    options: Mapping[str, Any],
+    backend: str,
+    ranks: int,
+    seconds: float,
+    json: Path | None,
+    plot: Path | None = None,
 ) -> None:
     chosen = check_backend(backend)
     checked(f"bench {name}", name, options, chosen, ranks)
@@ -216,12 +224,17 @@ def _measure(
     if json is not None:
         path = write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
         watched.console.print(f"Written to {path}", highlight=False)
+    if plot is not None and ended.rows:
+        from ..bench.step_curves import draw
+
+        draw(ended.rows, f"Step time against T, {mode_of(chosen, ranks)}", plot)
+        watched.console.print(f"Drawn to {plot}", highlight=False)
     if ended.status:
         raise typer.Exit(1)
 
 
 # What a table leaves to the result file.
-_LEFT_OUT = ("_interval", "_spread_us", "_fraction", "_excess", "_per_s")
+_LEFT_OUT = ("_interval", "_spread_us", "_spread_ms", "_fraction", "_excess", "_per_s")
 _KEPT_TO_FILE = {"kind", "operation", "rounds", "blocks", "epochs"}
 
 
