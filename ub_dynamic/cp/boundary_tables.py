@@ -18,7 +18,6 @@ import torch
 from ..packing import PackedBatch
 from .plan import copy_tensors, zigzag_counts
 
-
 Halves = tuple[bool, bool]
 # By section of TE's ring: the chunks (first, second) of the queries, and those of the keys.
 _SECTIONS: dict[str, tuple[Halves, Halves]] = {
