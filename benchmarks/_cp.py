@@ -163,8 +163,8 @@ def groups_of(comm_type: str, inner: int) -> Any:
 
 
 def ring_of(comm_type: str, cp: int, inner: int = 2) -> int:
-    """How many ranks of TE's pass keys around."""
-    return {"p2p": cp, "a2a+p2p": cp // inner}.get(comm_type, 1)
+    """Over how many ranks TE's keys meet queries chunk by chunk, which matters for :meth:`Problem.defined`."""
+    return {"p2p": cp, "all_gather": cp, "a2a+p2p": cp // inner}.get(comm_type, 1)
 
 
 def te_module(heads: int, groups: int, cp_group: Any, comm_type: str, deterministic: bool) -> Any:

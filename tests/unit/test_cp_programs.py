@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,15 +39,24 @@ def test_figures_of_te_with_and_without_patches(load: Any) -> None:
         "differing": 0,
         "stock_wrong": 0,
         "ours_outside_dense": 0,
+        "all_outside_dense": 0,
         "stock_outside_dense": 0,
         "flag_wrong": 0,
         "syncs": 0,
     }
     counts = {"what": "launches", "comm_type": "p2p", "tp": 2, "copies_to_host": 0, "host_waits": 0}
     rows = [
-        {**bits, "stock_outside_dense": 7},  # in rows that stock leaves undefined
+        {**bits, "stock_outside_dense": 7, "all_outside_dense": 6},  # in rows that stock leaves undefined
         {**bits, "differing": 2},
-        {**bits, "not_repeated": 1, "differing": 4, "ours_outside_dense": 3, "syncs": 1, "flag_wrong": 1},
+        {
+            **bits,
+            "not_repeated": 1,
+            "differing": 4,
+            "ours_outside_dense": 3,
+            "all_outside_dense": 3,
+            "syncs": 1,
+            "flag_wrong": 1,
+        },
         {**bits, "stock_wrong": 5, "stock_outside_dense": 5, "differing": 4},
         {"what": "alternating", "tp": 2, "differing": 1, "ours_outside_dense": 20},
         {**counts, "lengths": "full", "arm": "stock", "launches": 102, "copies_to_host": 7},
@@ -62,6 +71,7 @@ def test_figures_of_te_with_and_without_patches(load: Any) -> None:
     assert made["launches_padded_cp4"] == 80
     assert made["mismatches"] == 2 + 3 + 1 + 20
     assert (made["ours_outside_dense"], made["stock_outside_dense"], made["stock_undefined"]) == (23, 12, 2)
+    assert made["inherited_outside_dense"] == 6
     assert made["device_syncs"] == 2 + 1
     assert (made["wrong_flags"], made["not_repeatable"], made["comparisons"]) == (1, 1, 4)
     assert (made["graph_captures"], made["graph_mismatches"]) == (1, 5)
@@ -126,6 +136,32 @@ def test_rows_that_are_compared(load: Any) -> None:
     # With a ring of 2 dk and dv of the last two sequences are not defined: no token in their last chunks.
     assert [x.flatten().tolist() for x in problem.defined(tensors, ring=2)[2:]] == [[0, 1, 2, 3]] * 2
     assert [len(x) for x in problem.tokens(tensors, ring=2)] == [7, 7, 4, 4]
+
+
+@pytest.mark.parametrize("stray", [0.0, 2.0])
+def test_a_stock_that_is_wrong_is_not_what_ours_is_compared_with(
+    load: Any, monkeypatch: pytest.MonkeyPatch, stray: float
+) -> None:
+    program, common = load("cp_hierarchical_gpu"), load("_cp")
+    monkeypatch.setattr(program, "watch", lambda step, repeats: common.Seen(1, 1, 0, 0, 1.0, 1.0, {}))
+    world = SimpleNamespace(gather=lambda value: [value])
+    problem = common.Problem.make((8, 1), 1, 0, torch.device("cpu"), 4, 2)
+
+    def right(problem: Any) -> list[torch.Tensor]:
+        return [x.to(torch.bfloat16) for x in problem.dense]
+
+    def wrong(problem: Any) -> list[torch.Tensor]:
+        tensors = right(problem)
+        tensors[3][8] += stray
+        return tensors
+
+    (ours, theirs) = program.compare(world, problem, wrong, {"te": right, "torch": wrong})
+    elements = 2 * 128 if stray else 0
+    assert (ours["stock_outside_dense"], theirs["stock_outside_dense"]) == (elements, elements)
+    assert (ours["outside"], ours["ours_outside_dense"]) == (0, 0)
+    assert max(ours["max_rel_error"], ours["max_rel_error_dense"]) < 0.01
+    assert (theirs["outside"], theirs["ours_outside_dense"]) == (elements, elements)
+    assert (theirs["max_rel_error"] > 0.1) == bool(stray)
 
 
 def test_an_error_of_one_token_shows(load: Any) -> None:

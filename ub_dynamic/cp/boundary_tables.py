@@ -99,8 +99,8 @@ def keys_seen_on_device(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tens
 def unseen_keys(batch: PackedBatch, ring: int) -> tuple[int, ...]:
     """The entries of which some step of TE's ring over ``ring`` ranks has keys but no queries.
 
-    That is where the last of ``2*ring`` chunks holds no real token. Without ``te_backward_patches`` their dk and dv
-    are not defined on Hopper (TE issue #2186), those of real tokens included.
+    That is where the last of ``2*ring`` chunks holds no real token. On Hopper their dk and dv, those of real tokens
+    included, are not defined in TE (issue #2186): in a ring without ``te_backward_patches``, and with all_gather.
     """
     entries = enumerate(zip(batch.seqlens, batch.padded, strict=True))
     return tuple(at for at, (real, rows) in entries if ring > 1 and 0 < real <= rows - rows // (2 * ring))
