@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,8 +32,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 @dataclass(frozen=True)
 class Problem:
     """A packed batch and this rank's rows of random q, k, v and dout, the same packed tensors on every rank.
-    ``whole``: those packed tensors. ``rows``: which of them are this rank's. ``real`` and ``padding``: which of its
-    own hold tokens, and which do not."""
+    ``rows``: which of the packed rows are this rank's. ``real`` and ``padding``: which of its own hold tokens, and
+    which do not."""
 
     batch: PackedBatch
     rank: int
@@ -44,26 +44,20 @@ class Problem:
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
-    whole: tuple[torch.Tensor, ...] = field(repr=False)
 
     @classmethod
     def make(cls, lengths: Sequence[int], cp: int, rank: int, device: torch.device, heads: int, groups: int) -> Problem:
         batch = PackedBatch.from_lengths(lengths, cp=cp)
         rows = Partition.zigzag().indices(batch, rank).to(device)
-        generator = torch.Generator(device).manual_seed(len(lengths))
-
-        def tensor(count: int) -> torch.Tensor:
-            shape = (batch.total_tokens, count, HEAD_SIZE)
-            whole = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).clamp(-1, 1)
-            return whole.to(torch.bfloat16)
-
-        whole = (tensor(heads), tensor(groups), tensor(groups), tensor(heads))
         tokens = Partition.zigzag().real_rows(batch, rank)
         real, padding = (mask.nonzero().flatten().to(device) for mask in (tokens, ~tokens))
-        q, k, v, dout = (x[rows] for x in whole)
-        return cls(
-            batch, rank, rows, real, padding, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, whole
-        )
+        q, k, v, dout = (whole[rows] for whole in _random(batch, device, heads, groups))
+        return cls(batch, rank, rows, real, padding, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+
+    @property
+    def whole(self) -> tuple[torch.Tensor, ...]:
+        """The packed q, k, v and dout, made again."""
+        return tuple(_random(self.batch, self.q.device, self.q.shape[1], self.k.shape[1]))
 
     def step(self, attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         """Forward and backward; out, dq, dk, dv."""
@@ -110,6 +104,15 @@ class Problem:
     ) -> int:
         """Elements of :meth:`tokens` that differ from :attr:`dense` by more than in TE's own tests."""
         return outside_tolerance(self.tokens(tensors, ring), self.tokens(dense or self.dense, ring), TOLERANCE)
+
+
+def _random(batch: PackedBatch, device: torch.device, heads: int, groups: int) -> Iterator[torch.Tensor]:
+    """Packed q, k, v and dout in bfloat16, one after the other."""
+    generator = torch.Generator(device).manual_seed(batch.documents)
+    for count in (heads, groups, groups, heads):
+        shape = (batch.total_tokens, count, HEAD_SIZE)
+        whole = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).clamp(-1, 1)
+        yield whole.to(torch.bfloat16)
 
 
 @torch.no_grad()
