@@ -25,6 +25,7 @@ from ub_dynamic.packing import PackedBatch
 
 FLASH_2_7 = ("v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_7_plus", "v2_6_0_plus", "v2_7_0_plus")
 READS: list[int] = []  # halves read so far
+STRAY: list[float] = []  # what the fused backward leaves in dk and dv of keys without queries, if anything
 
 
 class Stream:
@@ -99,10 +100,16 @@ def fused_attn_bwd(max_q, max_k, cu_q, cu_k, q, k, v, out, dout, dtype, aux, bac
     offsets = options["cu_seqlens_q_padded"], options["cu_seqlens_kv_padded"]
     part = _section(cu_q, cu_k, *offsets, max_q, max_k, options["attn_mask_type"])
     grads = ReferenceKernel().bwd(dout, (q, k, v), out, aux[0].squeeze(-1), part, options["attn_scale"])
+    used = (cu_q.diff() > 0) & (cu_k.diff() > 0)
     for grad, start, cu in zip(grads, (offsets[0], offsets[1], offsets[1]), (cu_q, cu_k, cu_k), strict=True):
-        padding = torch.ones(grad.shape[0], dtype=torch.bool)
-        padding[Ranges(start[:-1].long(), cu.diff().long()).rows()] = False
-        grad[padding] = 7.0  # kernels may leave anything here
+        starts, counts = start[:-1].long(), cu.diff().long()
+        # Kernels may leave anything in padding; TE's binding zeroes gradients before, and no kernel comes by elsewhere.
+        grad[Ranges(starts + counts, (start.diff() - counts) * used).rows()] = 7.0
+    if STRAY:
+        # cuDNN on Hopper: TE issue #2186.
+        starts, counts, queries = offsets[1][:-1].long(), cu_k.diff().long(), cu_q.diff()
+        for grad in grads[1:]:
+            grad[Ranges(starts, counts * (queries == 0)).rows()] = STRAY[0]
     return (*grads, None)
 
 

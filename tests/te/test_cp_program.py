@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformer_engine")
 import transformer_engine.pytorch as te
-from cp_emulation import Stream, on_cpu  # type: ignore[import-not-found]
+from cp_emulation import STRAY, Stream, on_cpu  # type: ignore[import-not-found]
 from transformer_engine.pytorch.attention.dot_product_attention import backends
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
@@ -68,4 +68,28 @@ def test_stock_and_ours_agree_in_every_bit(program: Any) -> None:
     assert [row["what"] for row in rows] == ["bits"] * 4 + ["alternating"]
     made = program.figures([{"tp": 2, **row} for row in rows])
     assert (made["comparisons"], made["mismatches"], made["wrong_flags"], made["not_repeatable"]) == (4, 0, 0, 0)
+    assert (made["stock_outside_dense"], made["stock_undefined"]) == (0, 0)
     assert all(row["unpatched"] == 0 for row in rows[:4])
+
+
+@pytest.mark.mpi(2, launcher="torchrun")
+def test_undefined_gradients_of_stock_are_told_from_ours(program: Any) -> None:
+    """Kernels as cuDNN on Hopper, TE issue #2186: only the ring's dk and dv of the one token, and only without us."""
+    world = SimpleNamespace(rank=dist.get_rank(), size=2, device=torch.device("cpu"), gather=_gather)
+    lengths = (61, 30, 1, 15)
+    problem = program.Problem.make(lengths, 2, world.rank, world.device, program.HEADS, program.GROUPS)
+    problems = {"full": problem, "padded": problem}
+    rows: list[dict[str, Any]] = []
+    STRAY.append(3.0)
+    try:
+        for name in ("a2a", "p2p"):
+            attention = program.Attention(name, program.groups_of(name, 2), deterministic=True)
+            program.bits(world, name, attention, {"padded": problem}, rows.append)
+        program.alternating(world, attention, problems, rows.append)
+    finally:
+        STRAY.clear()
+    made = program.figures([{"tp": 2, **row} for row in rows])
+    elements = 2 * program.GROUPS * problem.q.shape[-1]  # of dk and dv of one token
+    assert (made["mismatches"], made["ours_outside_dense"], made["not_repeatable"]) == (0, 0, 0)
+    assert (made["stock_outside_dense"], made["stock_undefined"]) == (elements, 1)
+    assert rows[1]["stock_wrong"] == 0

@@ -58,11 +58,12 @@ def test_patches_come_and_go_without_a_trace() -> None:
     [
         ({"skip_zero": True}, {"_zero_thd_padding"}),
         ({"no_sync": True}, {"is_graph_capturing"}),
+        ({"skip_unseen": True}, {"cp_p2p_fwd_prepare_qkv"}),
         ({}, None),
     ],
 )
 def test_each_feature_alone(wanted: dict[str, bool], names: set[str] | None) -> None:
-    features = dict.fromkeys(("skip_zero", "no_sync", "reuse"), False) | wanted
+    features = dict.fromkeys(("skip_zero", "no_sync", "reuse", "skip_unseen"), False) | wanted
     with te_backward_patches(**features) as patches:
         ring = {"AttnFuncWithCPAndKVP2P.forward", "AttnFuncWithCPAndKVP2P.backward"}
         assert set(patches.active) == (set() if names is None else ring | names)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism on packed batches: TE's attention with what the host knows, and attention of our own."""
 
+from .boundary_tables import unseen_keys
 from .capabilities import Capabilities, te_capabilities
 from .choose import Candidate, CPPlan, CPProblem, choose_cp_comm
 from .cost import Cost, Links
@@ -39,4 +40,5 @@ __all__ = [
     "table_rows",
     "te_backward_patches",
     "te_capabilities",
+    "unseen_keys",
 ]

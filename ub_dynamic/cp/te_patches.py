@@ -2,8 +2,9 @@
 """Fewer launches and no host synchronisation in TE's ring attention (THD, p2p and a2a+p2p).
 
 TE derives boundaries and padding masks on the device in every step of every layer, cleans up padding that need not be
-there, and with FlashAttention reads boundaries back to the host. Results stay the same, bit for bit. What is
-replaced are names that ``context_parallel.py`` looks up at call time; each is probed, and put back.
+there, and with FlashAttention reads boundaries back to the host. Results stay the same, bit for bit, but for gradients
+that TE leaves undefined for short sequences. What is replaced are names that ``context_parallel.py`` looks up at call
+time; each is probed, and put back.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from . import te_ring
 _RING = "AttnFuncWithCPAndKVP2P"
 
 
-def te_backward_patches(*, skip_zero: bool = True, no_sync: bool = True, reuse: bool = True) -> TEPatches:
+def te_backward_patches(
+    *, skip_zero: bool = True, no_sync: bool = True, reuse: bool = True, skip_unseen: bool = True
+) -> TEPatches:
     """Patches of TE's ring attention, to be used as a context manager or with ``install`` and ``remove``.
 
     ``skip_zero``: the backward leaves out the clean-up of padding where the batch has none, does it with one mask a
     microbatch where it has, and stands tails of which nothing is known. ``no_sync``: the FlashAttention
     backward does not read boundaries back. ``reuse``: boundaries of ring steps are made once a microbatch, the
-    second halves of q, out and dout read once a layer, and the first ones of k and v together.
+    second halves of q, out and dout read once a layer, and the first ones of k and v together. ``skip_unseen``: in ring
+    steps where a sequence has keys but no queries, it has no keys; else cuDNN on Hopper leaves anything in dk and dv,
+    also of real tokens, of a sequence whose last of ``2*ring`` chunks is all padding (TE issue #2186). That costs no
+    launch where the batch is known, six small ones a step during capture or where it is not.
 
     What a batch holds is known inside ``with packed(batch)``, or where its own boundary tensors are passed; a backward
     goes by its own forward, so batches may alternate. Where TE's names or parameters differ, what depends on them stays
     as it was, with one warning.
     """
-    return TEPatches(skip_zero, no_sync, reuse)
+    return TEPatches(skip_zero, no_sync, reuse, skip_unseen)
 
 
 class TEPatches:
@@ -39,8 +45,8 @@ class TEPatches:
 
     _installed: TEPatches | None = None
 
-    def __init__(self, skip_zero: bool, no_sync: bool, reuse: bool) -> None:
-        features = {"skip_zero": skip_zero, "no_sync": no_sync, "reuse": reuse}
+    def __init__(self, skip_zero: bool, no_sync: bool, reuse: bool, skip_unseen: bool) -> None:
+        features = {"skip_zero": skip_zero, "no_sync": no_sync, "reuse": reuse, "skip_unseen": skip_unseen}
         self._wanted = [name for name, wanted in features.items() if wanted]
         self._undo: list[Callable[[], None]] = []
         self.active: tuple[str, ...] = ()
@@ -98,7 +104,15 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "_zero_thd_padding": ("tensors", "cu_seqlens", "cu_seqlens_padded"),
     "is_graph_capturing": (),
     "get_cu_seqlens_on_cp_rank": te_ring.ON_RANK,
-    "cp_p2p_fwd_prepare_qkv": ("qkv_format", "pad_between_seqs", "cu_seqlens_q", "cu_seqlens_kv", "section"),
+    "cp_p2p_fwd_prepare_qkv": (
+        "qkv_format",
+        "pad_between_seqs",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+        "step",
+        "cp_size",
+        "section",
+    ),
     "cp_p2p_fwd_fused_attn": ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "section"),
     "cp_p2p_bwd_fused_attn": ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "section"),
 }
@@ -112,6 +126,7 @@ _FEATURES: dict[str, tuple[str, ...]] = {
         "cp_p2p_bwd_fused_attn",
         "tex",
     ),
+    "skip_unseen": ("cp_p2p_fwd_prepare_qkv",),
 }
 
 
@@ -144,7 +159,9 @@ def _patches(module: Any, wanted: list[str], refused: dict[str, str]) -> dict[st
         "_zero_thd_padding": lambda: te_ring.zero_padding,
         "is_graph_capturing": lambda: te_ring.capture_flag(module.is_graph_capturing),
         "get_cu_seqlens_on_cp_rank": lambda: te_ring.boundaries_on_rank(module.get_cu_seqlens_on_cp_rank),
-        "cp_p2p_fwd_prepare_qkv": lambda: te_ring.prepare(module.cp_p2p_fwd_prepare_qkv),
+        "cp_p2p_fwd_prepare_qkv": lambda: te_ring.prepare(
+            module.cp_p2p_fwd_prepare_qkv, "reuse" in wanted, "skip_unseen" in wanted
+        ),
         "cp_p2p_fwd_fused_attn": lambda: te_ring.halved_boundaries(module.cp_p2p_fwd_fused_attn),
         "cp_p2p_bwd_fused_attn": lambda: te_ring.halved_boundaries(module.cp_p2p_bwd_fused_attn),
         "tex": lambda: te_ring.TexWithMemory(module.tex),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..metadata import indexed
-from .boundary_tables import BoundaryTables, boundary_tables, tail_safe_padding_mask
+from .boundary_tables import BoundaryTables, boundary_tables, keys_seen_on_device, tail_safe_padding_mask
 from .current import batch_of
 from .pad_flag import capturing, check_tail
 
@@ -128,7 +128,7 @@ def _describe(given: Callable[[str], Any]) -> _Call | None:
     # A padded batch with the flag False: padded boundaries were passed as real ones, or the flag is wrong.
     if batch is None or batch.cp != cp or (batch.has_padding and not given("pad_between_seqs")):
         return _Call(False, None, rank, paired)
-    tables = None if capturing() else boundary_tables(batch, ring, indexed(given("q").device))
+    tables = None if capturing() else boundary_tables(batch, ring, rank, indexed(given("q").device))
     return _Call(not batch.has_padding, tables, rank, paired)
 
 
@@ -213,19 +213,34 @@ def boundaries_on_rank(original: Callable[..., torch.Tensor]) -> Callable[..., t
     return get_cu_seqlens_on_cp_rank
 
 
-def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+def prepare(original: Callable[..., Any], reuse: bool, skip_unseen: bool) -> Callable[..., Any]:
+    """``reuse``: quotients of boundaries are those of the tables. ``skip_unseen``: no keys where there are no
+    queries (:mod:`.boundary_tables`), from the tables or, where the batch is not known, made on the device."""
     places = _places(original)
 
     def cp_p2p_fwd_prepare_qkv(*args: Any) -> Any:
         call = _local.call
-        if call is None or call.tables is None or args[places["pad_between_seqs"]]:
+        if call is None:
             return original(*args)
-        given = list(args)
-        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-            given[places[name]] = _Quotients.of(given[places[name]], call.tables.quotients)
-        return original(*given)
+        if not args[places["pad_between_seqs"]]:
+            return original(*(_with_quotients(args, places, call.tables) if reuse and call.tables else args))
+        *qkv, cu_seqlens_q, cu_seqlens_kv = original(*args)
+        section = args[places["section"]]
+        if skip_unseen and section != "diagonal" and args[places["cp_size"]] > 1:
+            if call.tables is None:
+                cu_seqlens_kv = keys_seen_on_device(cu_seqlens_q, cu_seqlens_kv)
+            elif (seen := call.tables.keys_seen(section, args[places["step"]])) is not None:
+                cu_seqlens_kv = seen
+        return (*qkv, cu_seqlens_q, cu_seqlens_kv)
 
     return cp_p2p_fwd_prepare_qkv
+
+
+def _with_quotients(args: tuple[Any, ...], places: dict[str, int], tables: BoundaryTables) -> list[Any]:
+    given = list(args)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        given[places[name]] = _Quotients.of(given[places[name]], tables.quotients)
+    return given
 
 
 def halved_boundaries(original: Callable[..., Any]) -> Callable[..., Any]:
