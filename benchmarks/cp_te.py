@@ -75,7 +75,7 @@ class Attention:
 
 
 def measure(world: Any, options: argparse.Namespace, add: Add) -> None:
-    add({"what": "versions", "cudnn": torch.backends.cudnn.version()})
+    add({"what": "versions", "cudnn": _cudnn_version()})
     names = ["p2p", "a2a", "all_gather"] + (["a2a+p2p"] if world.size == 4 else [])
     groups = {name: groups_of(name, 2) for name in names}
     with_small = {
@@ -255,6 +255,13 @@ def _without_sync(step: Callable[[], list[torch.Tensor]]) -> tuple[int, list[tor
     except RuntimeError as error:
         print(f"a step waited for the device: {error}", flush=True)
         return 1, step()
+
+
+def _cudnn_version() -> str:
+    """As TE finds it; torch refuses to answer where it was built with another one."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    return ".".join(map(str, get_cudnn_version()))
 
 
 def _flag(hook: Any) -> bool:
