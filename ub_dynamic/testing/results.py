@@ -91,11 +91,14 @@ def command_line() -> str:
 def commit() -> str:
     """The checkout's commit, with "+changes" when tracked files differ from it.
 
-    Outside of a checkout ``UB_DYNAMIC_COMMIT`` says it (a copy of the tree on another machine), else "unknown".
+    ``UB_DYNAMIC_COMMIT`` says it for a copy of the tree on another machine, whose own checkout may be another; outside
+    of a checkout it is "unknown" otherwise.
     """
+    if told := os.environ.get("UB_DYNAMIC_COMMIT"):
+        return told
     head = _git("rev-parse", "HEAD")
     if not head:
-        return os.environ.get("UB_DYNAMIC_COMMIT", "unknown")
+        return "unknown"
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return f"{head}+changes" if changed else head
 
