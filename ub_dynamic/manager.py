@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import torch
-
 from .backends.protocol import Backend
+from .batches import tensors_of, tokens_of
 from .board import RankBoard
 from .errors import UBCapacityError, UBDynamicError, UBShapeError, UBStateError, UBUnsupportedError
 from .policy import Choices, Policy
@@ -220,8 +218,8 @@ class Manager:
     def microbatch(self, batch: Any) -> Iterator[Microbatch]:
         """The active shape of one microbatch, in its forward and in its backward.
 
-        ``batch``: T, or a :class:`~ub_dynamic.packing.PackedBatch` (:func:`tokens_of` says which T). Pipeline
-        schedules run forward i + 1 before backward i, so bind the output::
+        ``batch``: T, or a :class:`~ub_dynamic.packing.PackedBatch` (:func:`~ub_dynamic.batches.tokens_of` says which
+        T). Pipeline schedules run forward i + 1 before backward i, so bind the output::
 
             with manager.microbatch(batch) as mb:
                 loss = mb.bind_backward(model(tokens))
@@ -246,7 +244,7 @@ class Manager:
         alone. Raises :class:`UBStateError` where ``output`` holds no tensor that could be found.
         """
         checked = self.check_shape(shape)
-        tensors = list(_tensors(output))
+        tensors = list(tensors_of(output))
         if not tensors:
             raise UBStateError(
                 f"bind_backward found no tensor in {type(output).__name__}; pass a tensor, or tensors in a list, "
@@ -379,27 +377,8 @@ _PLAIN = (list, tuple)
 _new_report = tuple.__new__  # a third of the time of ShapeReport(...)
 
 
-def tokens_of(batch: Any) -> Any:
-    """T on the TP group: a packed batch's ``local_tokens`` (its share of context parallelism), its
-    ``total_tokens`` where it has only that, or the number itself."""
-    return getattr(batch, "local_tokens", getattr(batch, "total_tokens", batch))
-
-
 def _valid_neighbour(rule: TokenRule, tokens: int) -> str:
     try:
         return f"the next valid T is {rule.round_up(tokens)}"
     except UBCapacityError:
         return f"the largest valid T is {rule.maximum}"
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors(vars(output))
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)

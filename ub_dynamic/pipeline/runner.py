@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..batches import tokens_of
 from ..errors import UBShapeError
 from .headers import Header
 from .memory import MemoryReport
@@ -194,8 +195,3 @@ class PipelineRunner:
             dtype=self.transport.dtype,
             width=self.transport.capacity[1],
         )
-
-
-def tokens_of(batch: Any) -> Any:
-    """T on the TP group: ``local_tokens`` (a rank's share of context parallelism), ``total_tokens``, or the number."""
-    return getattr(batch, "local_tokens", getattr(batch, "total_tokens", batch))
