@@ -21,7 +21,7 @@ from ub_dynamic.testing import te_policy
 from ub_dynamic.testing.te_memory import alternate, device_bytes, initialise, resident_bytes, time_calls
 from ub_dynamic.testing.te_world import keep_to_own_processors, ub_cfgs_with_room
 
-_ROUNDS = (False, True, True, False)  # without a policy, with, with, without
+_ROUNDS = (False, True, True, False) * 3  # without a policy, with, with, without
 
 
 def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str, Any]], None]) -> None:
@@ -34,7 +34,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
     found = te_policy.stages(world, options.seed)
     policy, lengths = te_policy.policy_of_stages(found), tuple(found)
     taken: dict[bool, list[float]] = {False: [], True: []}
-    growth = 0
+    growth: list[int] = []
     for chooses in _ROUNDS:
         manager = initialise(
             world,
@@ -44,9 +44,9 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
         )
         alternate(world, lengths, te_policy.HIDDEN, 2000)
         world.barrier()
-        taken[chooses] += time_calls(world, lengths, te_policy.HIDDEN, options.timed)
-        if chooses:
-            growth = max(growth, _growth(world, lengths, options.switches))
+        taken[chooses].append(statistics.median(time_calls(world, lengths, te_policy.HIDDEN, options.timed)))
+        if chooses and not growth:
+            growth.append(_growth(world, lengths, options.switches))
         communicators = len(manager.backend.specs) + len(manager.backend.skipped)
         del manager
         world.barrier()
@@ -59,7 +59,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
         "set_shape_with_policy_median_us": chosen,
         "switch_cost_us": chosen - without,
         "calls": options.switches,
-        "switching_growth_bytes": growth,
+        "switching_growth_bytes": max(growth),
         "communicators": more,
     }
     rows = world.gather(row)
@@ -95,7 +95,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 if __name__ == "__main__":
     options = _one_gpu.parser(__doc__, timeout=240)
     options.add_argument("--microbatches", type=int, default=1000, help="each at another T than the one before")
-    options.add_argument("--timed", type=int, default=50_000, help="changes of each start that are timed one by one")
+    options.add_argument("--timed", type=int, default=20_000, help="changes of each round that are timed one by one")
     options.add_argument("--switches", type=int, default=200_000, help="changes between two looks at memory")
     options.add_argument("--seed", type=int, default=20261130)
     raise SystemExit(_one_gpu.main("policy", options.parse_args(), measure, figures))

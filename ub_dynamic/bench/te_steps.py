@@ -27,8 +27,9 @@ from .operations import LAYERS
 from .worlds import WARM
 
 # Putting the guard's wrappers into TE's classes, or taking them out, makes CPython forget what it has specialised for
-# them; it specialises again after so many runs, which a training job has behind it after its first seconds.
-_SPECIALISED = 60
+# them; it specialises again after so many runs, which a training job has behind it after its first seconds. Blocks of
+# few, long steps do not wait for it: there the device is the limit.
+_SPECIALISED, _FEW = 60, 16
 
 Step = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], None]
 
@@ -113,7 +114,7 @@ class TESteps:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         with no_collection():
-            for _ in range(min(_SPECIALISED, max(WARM, steps))):
+            for _ in range(min(_SPECIALISED, steps) if steps > _FEW else WARM):
                 one(layer, leaf, grad, tokens)
             begin.record()
             for _ in range(steps):
