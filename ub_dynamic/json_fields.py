@@ -18,7 +18,10 @@ _LONGEST_US = 1e15
 
 def shown(value: Any) -> str:
     """``value`` in a few words, whatever it is."""
-    return _SHOWN.repr(value)
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:  # an int that Python does not write out
+        return f"an int of {value.bit_length()} bits"
 
 
 def check_whole(what: str, value: Any) -> None:

@@ -190,7 +190,11 @@ class Manager:
         with self._lock:
             if busy := self.backend.busy():
                 raise UBStateError(f"the policy cannot change now: {busy}")
-            stages.stand(self._tokens)
+            try:
+                stages.stand(self._tokens)
+            except RuntimeError as error:  # somebody has taken the communicators apart
+                self.backend.follow_choices(self._stages.policy is not None)
+                raise UBStateError(f"the policy cannot change: {error}") from error
             self._stages = stages
 
     @contextmanager

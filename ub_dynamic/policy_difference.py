@@ -43,9 +43,15 @@ def _differing(ranks: Mapping[int, Sequence[tuple[int, str]]]) -> list[tuple[str
     found = []
     for index, (values, first) in enumerate(parts):
         if len(set(values.values())) > 1:
-            last = parts[index + 1][1] - 1 if index + 1 < len(parts) else None
-            found.append((f"at T >= {first}" if last is None else f"at T = {first} to {last}", values))
+            last = parts[index + 1][1] - 1 if index + 1 < len(parts) else known
+            found.append((_range(first, last), values))
     return found
+
+
+def _range(first: int, last: int | None) -> str:
+    if last is None:
+        return f"at T >= {first}"
+    return f"at T = {first}" if first == last else f"at T = {first} to {last}"
 
 
 def _by_rank(values: Mapping[int, str]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ import transformer_engine_torch as tex
 from cpu_te import CAPACITY, HIDDEN, TP, World, te_world
 from test_guard import AG, RS, comm, rows, weight
 
+from ub_dynamic.backends.te import native
 from ub_dynamic.backends.te.guard import Guard
+from ub_dynamic.errors import UBShapeError
 
 WRAPPERS = ("_check_gemm", "_match_output", "_operand")
 
@@ -95,6 +98,30 @@ def test_a_buffer_that_is_handed_out_keeps_the_shape_until_its_gemm(world: World
     assert "fc1_fprop is filled" in str(world.backend.busy())
     tex.generic_gemm(weight(), True, buffer, False, None, comm_overlap=comm("fc1_fprop"), comm_type=AG)
     assert world.backend.busy() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_where_no_call_may_pass_python_looks_at_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Quantised buffers take the long way; float32 ones stay at capacity, which the guard has to see too."""
+    real = fakes.communicator
+    monkeypatch.setattr(fakes, "communicator", lambda *args, **options: real(*args, **{**options, "dtype": dtype}))
+    with te_world(monkeypatch) as made:
+        for name, kind in (("fc2_fprop", RS), ("fc1_fprop", AG)):
+            operand = torch.zeros(2 * CAPACITY, HIDDEN, dtype=dtype)
+            with pytest.raises(UBShapeError, match=f"{name}: the microbatch has {2 * CAPACITY} tokens"):
+                tex.generic_gemm(weight(), True, operand, False, None, comm_overlap=comm(name), comm_type=kind)
+        assert not made.calls
+
+
+def test_a_wrapper_keeps_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = native.load()
+    gate = module.Gate(module.Registry(), {}, {}, {}, AG, RS)
+    gate.add(object(), "x", 0, 8, 2, splits=True, copies=True, lends=False, kinds=["a", "b", "c", "d"])
+    wrapped = gate.generic_gemm(lambda *args, **kwargs: "te", lambda *args, **kwargs: "python")
+    del gate
+    gc.collect()
+    assert wrapped(weight(), True, rows(8), False, comm_overlap=comm, comm_type=AG) == "python"
+    assert (wrapped.__name__, bool(wrapped.__doc__)) == ("generic_gemm", True)
 
 
 def _outcome(call: Callable[[], Any], world: World) -> tuple[Any, ...]:

@@ -99,6 +99,8 @@ REFUSED = [
     ("bench set-shape --ranks 3", "tp = 3"),
     ("bench graphs --hidden 72", "the next valid H is 96"),
     ("bench graphs --capacity 100 --ranks 8", "the next valid capacity is"),
+    ("bench graphs --capacity 73", "the next valid capacity is 128"),
+    ("bench graphs --capacity 141", "the next valid capacity is 144"),
     ("tune --out t.json --hidden 64 --ffn 31", "ffn = 31 must be a positive multiple of tp = 2; the next"),
     ("tune --out t.json --tokens 512:64", "the next valid value is 512:512"),
     ("tune --out t.json --hidden 40", "the next valid H is 64"),

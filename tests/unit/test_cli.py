@@ -106,6 +106,16 @@ def test_a_trace_is_drawn(trace_file: Path, suffix: str) -> None:
         ([], '{"a": 1}', "is no trace of the host backend: KeyError('traceEvents')"),
         ([], "no json", "is no trace of the host backend"),
         ([], '{"traceEvents": []}', "nothing ran in"),
+        *(
+            ([], f'{{"traceEvents": [{{"ph": "X", "cat": "gemm", "name": "x", "ts": 0, "dur": 1, {wrong}}}]}}', says)
+            for wrong, says in (
+                ('"pid": -3', "pid = -3: it is a rank, an int from 0"),
+                ('"pid": 10000000', "pid = 10000000: it is a rank"),
+                ('"pid": 0, "args": []', "no trace of the host backend"),
+                ('"pid": 0, "ts": Infinity', "no trace of the host backend"),
+                ('"pid": 0, "dur": -1', "dur = -1: a span does not end before it begins"),
+            )
+        ),
         (["--between", "5"], None, "'5' is not FIRST:LAST"),
         (["--between", "5:2"], None, "below the last"),
         (["--between", "100:200"], None, "nothing ran between 100:200 ms"),

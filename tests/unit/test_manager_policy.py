@@ -146,6 +146,20 @@ class TestPolicy:
         backend.why_busy = None
         assert manager.set_active_shape([8, 64]).overlap == SMALL
 
+    def test_communicators_that_are_gone_leave_the_old_policy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager, backend = make(policy=POLICY)
+
+        def gone(plan: Any) -> None:
+            raise RuntimeError("the table of communicators is gone")
+
+        followed: list[bool] = []
+        monkeypatch.setattr(backend, "switch", gone)
+        monkeypatch.setattr(backend, "follow_choices", followed.append)
+        with pytest.raises(UBStateError, match="the policy cannot change: the table of communicators is gone"):
+            manager.use_policy(None)
+        assert manager.policy is POLICY
+        assert followed == [False, True]
+
     def test_auto_goes_back_to_the_configuration(self) -> None:
         manager, backend = make(policy=POLICY)
         backend.auto_excludes_policy = "auto comes too late"

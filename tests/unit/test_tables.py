@@ -49,6 +49,13 @@ def test_wide_is_a_table_and_narrow_is_a_list() -> None:
     assert ROWS[1][4] in narrow[-1] or ROWS[1][4] in narrow[-2]  # brackets are no markup, and the whole reason is there
 
 
+@pytest.mark.parametrize("width", [40, 200])
+@pytest.mark.parametrize("row", [["a"], ["a", "b", "c"]])
+def test_a_row_has_a_cell_for_each_column(width: int, row: list[str]) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        show_table(Console(width=width), ["one", "two"], [row])
+
+
 def test_only_the_column_that_shrinks_is_cut() -> None:
     lines = shown(95)
     assert lines[3].split()[:2] == ["fc1_fprop", "4096"] and lines[3].rstrip().endswith("…")

@@ -47,7 +47,8 @@ class Backend(Protocol):
     def switch(self, plan: Any) -> None:
         """Let every GEMM of ``plan`` use its choice, and the others their configuration.
 
-        Host only, no allocation; it cannot fail. The active shape stays.
+        Host only, no allocation. The active shape stays. RuntimeError, with nothing changed, where somebody else has
+        destroyed the communicators.
         """
 
     def follow_choices(self, follow: bool) -> None:

@@ -38,7 +38,12 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
     dtype = torch.bfloat16 if backend == "te" else torch.float32
     capacity, hidden = _registered(name, options, backend, ranks)
     cfgs = set_shape.HOST_CFGS if name == "set-shape" and backend == "host" else None
-    specs = resolve_specs((capacity, hidden), ranks, dtype, cfgs)
+    try:
+        specs = resolve_specs((capacity, hidden), ranks, dtype, cfgs)
+    except UBShapeError as error:
+        if name == "graphs" and (valid := _graphs_capacity(capacity, ranks)) != capacity:
+            raise type(error)(f"{error}, and 1/2 and 1/8 of it too: the next valid capacity is {valid}") from None
+        raise
     if "ffn" in options:
         check_sizes(hidden, options["ffn"], ranks)
     if name in ("tp-step", "lengths") and backend == "te":
@@ -86,11 +91,15 @@ def _check_tokens(name: str, options: Mapping[str, Any], specs: Sequence[CommSpe
         try:
             _check_each(graphs.lengths_of(options["capacity"], ranks), following)
         except UBShapeError as error:
-            valid = -(-options["capacity"] // (8 * ranks)) * 8 * ranks
             raise type(error)(
                 f"capacity = {options['capacity']}: also 1/2 and 1/8 of it are measured: {error}; the next valid "
-                f"capacity is {max(valid, 64 * ranks)}"
+                f"capacity is {_graphs_capacity(options['capacity'], ranks)}"
             ) from None
+
+
+def _graphs_capacity(capacity: int, ranks: int) -> int:
+    """The next one whose half and eighth are valid T as well."""
+    return max(-(-capacity // (8 * ranks)) * 8 * ranks, 64 * ranks)
 
 
 def _check_each(tokens: Iterable[int], specs: Sequence[CommSpec]) -> None:

@@ -29,7 +29,7 @@ def show_table(
     ``left``: columns of words, the others are numbers. ``shrinks``: a column whose text may be cut where it does not
     fit; below it says all.
     """
-    cells = [[Text(cell) for cell in row] for row in rows]
+    cells = [[Text(cell) for _, cell in zip(columns, row, strict=True)] for row in rows]
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
         justify: Any = "left" if column in {*left, shrinks} else "right"

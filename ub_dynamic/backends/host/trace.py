@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...groups import Group
 
 GEMM, TRANSFER, WAIT = "GEMM", "transfer", "wait"
 _TRACKS = (GEMM, TRANSFER, WAIT)
+_MOST_RANKS = 65536  # of a file that is read
 
 
 class Span(NamedTuple):
@@ -99,14 +100,26 @@ def load(path: str | Path) -> list[list[Span]]:
     """The spans of each rank in a file of :func:`save`. ValueError for any other file."""
     try:
         events = [event for event in json.loads(Path(path).read_text())["traceEvents"] if event["ph"] == "X"]
-        ranks: list[list[Span]] = [[] for _ in range(1 + max((event["pid"] for event in events), default=-1))]
-        for event in events:
-            begin, end = event["ts"] * 1000, (event["ts"] + event["dur"]) * 1000
-            nbytes = event.get("args", {}).get("bytes", 0)
-            ranks[event["pid"]].append(Span(event["cat"], event["name"], round(begin), round(end), nbytes))
-    except (TypeError, KeyError, ValueError) as error:
+        spans = [(_rank(event["pid"]), _span(event)) for event in events]
+    except (AttributeError, OverflowError, RecursionError, TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no trace of the host backend: {error!r}") from error
+    ranks: list[list[Span]] = [[] for _ in range(1 + max((rank for rank, _ in spans), default=-1))]
+    for rank, span in spans:
+        ranks[rank].append(span)
     return ranks
+
+
+def _rank(pid: Any) -> int:
+    if type(pid) is not int or not 0 <= pid < _MOST_RANKS:
+        raise ValueError(f"pid = {pid!r}: it is a rank, an int from 0 to {_MOST_RANKS - 1}")
+    return pid
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    begin, duration = (round(1000 * event[name]) for name in ("ts", "dur"))  # infinity and NaN have no integer
+    if duration < 0:
+        raise ValueError(f"dur = {event['dur']!r}: a span does not end before it begins")
+    return Span(event["cat"], event["name"], begin, begin + duration, event.get("args", {}).get("bytes", 0))
 
 
 def gather_and_save(path: str | Path, tracer: Tracer, group: Group) -> float:

@@ -51,7 +51,7 @@ class Toolchain:
         """Everything between the compiler and its files."""
         includes = [self.te_include, self.pybind11_include, self.python_include]
         return [
-            *("-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wno-unknown-warning-option"),
+            *("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
             *_abi_flags(),
             f"-I{SOURCES / 'include'}",
             f"-I{SOURCES}",

@@ -167,8 +167,7 @@ PYBIND11_MODULE(active_shape, m) {
            py::arg("compared"), py::arg("rank"), py::arg("size"), py::arg("slots"), py::arg("ahead"))
       .def_property_readonly("exchange", &of_one_integer<Board, &exchange>);
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", py::module_local())
-      .def(py::init<const Registry *, py::dict, py::dict, py::dict, py::object, py::object>(), py::keep_alive<1, 2>(),
-           py::arg("registry"), py::arg("lent"), py::arg("enqueuing"), py::arg("runs"), py::arg("gather"),
+      .def(py::init<py::object, py::dict, py::dict, py::dict, py::object, py::object>(), py::arg("registry"), py::arg("lent"), py::arg("enqueuing"), py::arg("runs"), py::arg("gather"),
            py::arg("scatter"))
       .def("add", &Gate::add, py::arg("communicator"), py::arg("name"), py::arg("index"), py::arg("hidden"),
            py::arg("tp"), py::arg("splits"), py::arg("copies"), py::arg("lends"), py::arg("kinds"))

@@ -39,8 +39,8 @@ class Gate {
     py::object original, slow;
   };
   // `lent`, `enqueuing`, `runs`: the guard's own. `gather`, `scatter`: members of CommOverlapType.
-  Gate(const Registry *registry, py::dict lent, py::dict enqueuing, py::dict runs, py::object gather, py::object scatter)
-      : registry_(registry), lent_(std::move(lent)), enqueuing_(std::move(enqueuing)), runs_(std::move(runs)),
+  Gate(py::object registry, py::dict lent, py::dict enqueuing, py::dict runs, py::object gather, py::object scatter)
+      : owner_(std::move(registry)), registry_(owner_.cast<const Registry *>()), lent_(std::move(lent)), enqueuing_(std::move(enqueuing)), runs_(std::move(runs)),
         gather_(std::move(gather)), scatter_(std::move(scatter)) {}
 
   // A communicator that the fast path may pass. `index`: of the registry. `kinds`: keys of `runs` for all-gather and
@@ -54,6 +54,7 @@ class Gate {
 
   // From now on every call is passed on; what belongs to the guard is let go of.
   void clear() {
+    cleared_ = true;
     uses_.clear();
     lent_ = enqueuing_ = runs_ = py::dict();
   }
@@ -67,7 +68,7 @@ class Gate {
     }
     const auto use = find(comm);  // held: the call may take the guard away
     const int kind = use == nullptr ? -1 : well(*use, comm, given);
-    if (kind < 0) return call(uses_.empty() ? way.original : way.slow, given);
+    if (kind < 0) return call(cleared_ ? way.original : way.slow, given);
     if (PyDict_GET_SIZE(lent_.ptr()) > 0 && PyDict_Contains(lent_.ptr(), use->name.ptr()) == 1) {
       PyDict_DelItem(lent_.ptr(), use->name.ptr());
     }
@@ -87,7 +88,7 @@ class Gate {
   PyObject *copy(const Way &way, const Arguments &given) {
     PyObject *comm = given.get(0, names().self);
     const auto use = find(comm);
-    if (use == nullptr) return call(uses_.empty() ? way.original : way.slow, given);
+    if (use == nullptr) return call(cleared_ ? way.original : way.slow, given);
     PyObject *input = given.get(1, names().input);
     const int local = truth(given.get(2, names().local_chunk), 0);
     const Size size = input != nullptr && use->copies && local >= 0 ? size_of(input) : Size{};
@@ -98,7 +99,7 @@ class Gate {
   PyObject *get_buffer(const Way &way, const Arguments &given) {
     PyObject *comm = given.get(0, names().self);
     const auto use = find(comm);
-    if (use == nullptr) return call(uses_.empty() ? way.original : way.slow, given);
+    if (use == nullptr) return call(cleared_ ? way.original : way.slow, given);
     PyObject *shape = given.get(2, names().shape);
     const int local = truth(given.get(1, names().local_chunk), 0);
     const bool named = shape != nullptr && shape != Py_None;
@@ -226,7 +227,9 @@ class Gate {
     runs[kind] = py::int_((before == nullptr ? 0 : PyLong_AsLongLong(before)) + 1);
   }
 
-  const Registry *registry_;
+  bool cleared_ = false;
+  py::object owner_;
+  const Registry *registry_;  // of owner_
   py::dict lent_, enqueuing_, runs_;
   py::object gather_, scatter_;
   std::unordered_map<PyObject *, std::shared_ptr<const Use>> uses_;
@@ -245,8 +248,9 @@ py::object wrapped(const std::shared_ptr<Gate> &gate, py::object original, py::o
     return translated([&] { return (self.gate.get()->*path)(self.way, {args, kwargs}); });
   };
   static PyMethodDef definition = {
-      "ub_dynamic_gate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
-      METH_VARARGS | METH_KEYWORDS, nullptr};
+      path == &Gate::gemm ? "generic_gemm" : path == &Gate::copy ? "copy_into_buffer" : "get_buffer",
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_VARARGS | METH_KEYWORDS,
+      "Transformer Engine's function, with ub_dynamic's guard in front."};
   py::object function = made_of(&definition, Self{gate, {std::move(original), std::move(slow)}});
   if (!method) return function;
   return py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
