@@ -7,6 +7,9 @@ a wrong shape is a ``ValueError``, a wait that ended is a ``TimeoutError``.
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 
 class UBDynamicError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -38,3 +41,17 @@ class UBUnsupportedError(UBDynamicError, NotImplementedError):
 
 class UBTimeoutError(UBDynamicError, TimeoutError):
     """A wait for another rank ended; the text names the wait and who is missing."""
+
+
+_MOST_CHARACTERS = 160
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+def shown(value: Any) -> str:
+    """``value`` as it stands in an error's text: in a few words, whatever it is."""
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # holds an int that Python does not write out
+        text = f"{type(value).__name__} with a number of too many digits"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."

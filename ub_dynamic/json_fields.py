@@ -3,25 +3,13 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .errors import UBShapeError, UBUnsupportedError
-
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
+from .errors import UBShapeError, UBUnsupportedError, shown
 
 WHOLE_MAXIMUM = 2**31 - 1
 _LONGEST_US = 1e15
-
-
-def shown(value: Any) -> str:
-    """``value`` in a few words, whatever it is."""
-    try:
-        return _SHOWN.repr(value)
-    except ValueError:  # an int that Python does not write out
-        return f"an int of {value.bit_length()} bits"
 
 
 def check_whole(what: str, value: Any) -> None:

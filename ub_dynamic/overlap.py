@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from .errors import UBShapeError
+from .errors import UBShapeError, shown
 
 OverlapMethod = Literal["none", "bulk", "pipeline", "ring_exchange"]
 METHODS: tuple[OverlapMethod, ...] = ("none", "bulk", "pipeline", "ring_exchange")
@@ -31,12 +31,12 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise UBShapeError(f"unknown overlap method {self.method!r}; methods are {', '.join(METHODS)}")
+            raise UBShapeError(f"unknown overlap method {shown(self.method)}; methods are {', '.join(METHODS)}")
         for name, value in self.settings().items():
             if name not in _SETTINGS[self.method]:
                 known = ", ".join(_SETTINGS[self.method]) or "no settings"
                 raise UBShapeError(f"method {self.method!r} has no setting {name}; it has {known}")
-            where = f"{name} = {value!r} of method {self.method!r}"
+            where = f"{name} = {shown(value)} of method {self.method!r}"
             if name not in ("num_sm", "num_splits"):
                 if type(value) is not bool:
                     raise UBShapeError(f"{where} must be bool: True or False")
@@ -59,7 +59,7 @@ class OverlapConfig:
         """The inverse of :meth:`to_json`; :class:`UBShapeError` for keys that do not exist."""
         if unknown := set(data) - {field.name for field in fields(cls)}:
             known = ", ".join(field.name for field in fields(cls))
-            raise UBShapeError(f"unknown overlap settings {sorted(unknown)}; known are {known}")
+            raise UBShapeError(f"unknown overlap settings {shown(sorted(unknown))}; known are {known}")
         if "method" not in data:
             raise UBShapeError(f"an overlap configuration names its method: one of {', '.join(METHODS)}")
         return cls(**data)

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from .backends.names import check_choices
-from .errors import UBShapeError, UBUnsupportedError
-from .json_fields import Fields, check_time, check_whole, shown
+from .errors import UBShapeError, UBUnsupportedError, shown
+from .json_fields import Fields, check_time, check_whole
 from .modes import WORDS, is_mode
 from .overlap import OverlapConfig
 from .policy import Choice, Policy

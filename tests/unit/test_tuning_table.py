@@ -186,6 +186,8 @@ def places(data: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @given(st.sampled_from(list(places(TABLE.to_json()))), JSON)
 @example(("machine",), "x" * 10**6)
+@example(("rows", 2, "candidates", 1, "config", "method"), [10**400] * 9)
+@example(("rows", 2, "candidates", 1, "config", "num_sm"), [[10**400] * 9] * 9)
 def test_any_value_in_any_place_gives_a_table_or_the_error(place: tuple[Any, ...], value: Any) -> None:
     data = TABLE.to_json()
     owner = functools.reduce(operator.getitem, place[:-1], data)
