@@ -192,6 +192,8 @@ class Manager:
                 raise UBStateError(f"the policy cannot change now: {busy}")
             try:
                 stages.stand(self._tokens)
+            except UBDynamicError:
+                raise  # and nothing was changed
             except RuntimeError as error:  # somebody has taken the communicators apart
                 self.backend.follow_choices(self._stages.policy is not None)
                 raise UBStateError(f"the policy cannot change: {error}") from error
