@@ -40,15 +40,18 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
     cfgs = set_shape.HOST_CFGS if name == "set-shape" and backend == "host" else None
     try:
         specs = resolve_specs((capacity, hidden), ranks, dtype, cfgs)
+        _check_tokens(name, options, specs, ranks)
     except UBShapeError as error:
         if name == "graphs" and (valid := _graphs_capacity(capacity, ranks)) != capacity:
-            raise type(error)(f"{error}, and 1/2 and 1/8 of it too: the next valid capacity is {valid}") from None
+            raise type(error)(
+                f"capacity = {capacity}, of which 1/2 and 1/8 are measured too: {error}; the next valid capacity is "
+                f"{valid}"
+            ) from None
         raise
     if "ffn" in options:
         check_sizes(hidden, options["ffn"], ranks)
     if name in ("tp-step", "lengths") and backend == "te":
         check_te_layer(options["layer"], hidden, options["ffn"], ranks)
-    _check_tokens(name, options, specs, ranks)
     if name == "lengths":
         workloads_of(options, ranks)
     mode = mode_of(backend, ranks)
@@ -88,13 +91,7 @@ def _check_tokens(name: str, options: Mapping[str, Any], specs: Sequence[CommSpe
                 )
         _check_each(options["tokens"], following)
     elif name == "graphs":
-        try:
-            _check_each(graphs.lengths_of(options["capacity"], ranks), following)
-        except UBShapeError as error:
-            raise type(error)(
-                f"capacity = {options['capacity']}: also 1/2 and 1/8 of it are measured: {error}; the next valid "
-                f"capacity is {_graphs_capacity(options['capacity'], ranks)}"
-            ) from None
+        _check_each(graphs.lengths_of(options["capacity"], ranks), following)
 
 
 def _graphs_capacity(capacity: int, ranks: int) -> int:

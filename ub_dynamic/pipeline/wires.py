@@ -99,11 +99,13 @@ class _HostWork:
             for work in self._works:
                 work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            late = "imed out" in str(error)
-            how = f"no answer within {self._timeout_s:g} s" if late else "the connection ended"
-            raise UBTimeoutError(
-                f"{what}: {how} (UB_DYNAMIC_TIMEOUT sets the wait in seconds, if a stage may take longer)"
-            ) from error
+            raise _ended(what, error, self._timeout_s) from error
+
+
+def _ended(what: str, error: RuntimeError, timeout_s: float) -> UBTimeoutError:
+    """What torch's error of a transfer means."""
+    how = f"no answer within {timeout_s:g} s" if "imed out" in str(error) else "the connection ended"
+    return UBTimeoutError(f"{what}: {how} (UB_DYNAMIC_TIMEOUT sets the wait in seconds, if a stage may take longer)")
 
 
 class NcclWire:
@@ -132,8 +134,8 @@ class NcclWire:
     ) -> None:
         if backend == "nccl" and not dist.is_nccl_available():
             raise UBUnsupportedError(f"device {device} needs torch.distributed with NCCL; this torch has none")
-        self._members = members
-        self._batch = _Batch()
+        self._members, self._timeout_s = members, timeout_s
+        self._batch = _Batch(timeout_s)
         self._group: dist.ProcessGroup | None = None
         for ranks in pipelines:
             made = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)  # every rank makes all
@@ -149,10 +151,10 @@ class NcclWire:
 
     def launch(self) -> None:
         self._batch.launch()
-        self._batch = _Batch()
+        self._batch = _Batch(self._timeout_s)
 
     def close(self) -> None:
-        self._batch = _Batch()
+        self._batch = _Batch(self._timeout_s)
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -176,7 +178,8 @@ class NcclWire:
 class _Batch:
     """Sends and receives of one kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self.operations: list[dist.P2POp] = []
         self._works: list[dist.Work] | None = None
 
@@ -187,8 +190,11 @@ class _Batch:
     def wait(self, what: str) -> None:
         if self._works is None:
             raise UBStateError(f"{what}: its round has not been launched")
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise _ended(what, error, self._timeout_s) from error
 
 
 class LocalWire:
