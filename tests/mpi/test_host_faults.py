@@ -101,7 +101,9 @@ def test_another_gemm_is_found_where_nothing_overlaps(tmp_path: Path) -> None:
     _, seen = provoke("other-gemm", 2, tmp_path)
     assert {what["error"] for what in seen.values()} == {"UBRankMismatchError"}, seen
     for what in seen.values():
-        assert "rank 0: fc1_fprop with T = 4096; rank 1: fc2_fprop with T = 4096" in what["text"]
+        # Whichever rank looks second may also read that the other "gave up".
+        assert "rank 0: fc1_fprop with T = 4096" in what["text"]
+        assert "rank 1: fc2_fprop with T = 4096" in what["text"]
 
 
 @pytest.mark.mpi
