@@ -33,6 +33,7 @@ def row(mode: str, step: int, **changes: Any) -> dict[str, Any]:
         "grad_norm": 1.0,
         "seconds": 1.0,
         "tokens": 10,
+        "overlaps": 90,
     }
     return {**values, "mode": mode, "step": step, **changes}
 
@@ -45,7 +46,7 @@ def test_arguments_and_names(program: ModuleType) -> None:
     settings = program.settings_of(options, "full")
     assert (settings.tp, settings.pp, settings.recompute, settings.hidden) == (2, 2, "full", 1024)
     timed = program.timed_settings_of(options)
-    assert (timed.hidden, timed.max_document, timed.pp, timed.layers) == (4096, 4096, 2, settings.layers)
+    assert (timed.hidden, timed.max_document, timed.pp, timed.layers) == (4096, 8192, 2, settings.layers)
     with pytest.raises(Exception, match="the next valid value is 6"):
         program.parse(["--pp", "2", "--layers", "5"])
 
@@ -60,10 +61,12 @@ def test_figures_take_the_worst_of_all_kinds_of_recomputation(program: ModuleTyp
                 row("none", step, recompute=recompute, grad_norm=1.25),
             ]
     for mode, seconds, tokens in (("dynamic", 0.61, 6), ("pad", 1.0, 10)):
-        rows += [row(mode, step, part="time", seconds=seconds, tokens=tokens, loss=5.0) for step in range(1, 3)]
-        rows.insert(-2, row(mode, 0, part="time", seconds=7.0, tokens=10, loss=5.0))  # the first step is left out
+        timed = {"part": "time", "loss": 5.0, "overlaps": 60}
+        rows += [row(mode, step, seconds=seconds, tokens=tokens, **timed) for step in range(1, 3)]
+        rows.insert(-2, row(mode, 0, seconds=7.0, tokens=10, **timed))  # the first step is left out
     figures = program.figures(rows)
     assert figures["iterations"] == 3
+    assert figures["overlaps_least"] == 60
     assert figures["max_loss_diff"] == pytest.approx(0.03)
     assert figures["max_loss_diff_to_pad"] == pytest.approx(0.015)
     assert figures["max_grad_norm_rel_diff"] == pytest.approx(0.2)
