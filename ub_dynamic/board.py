@@ -52,6 +52,7 @@ class RankBoard:
         self._others = tuple((rank, rank * self._stride) for rank in range(self.size) if rank != self.rank)
         self._compared = array("q", [0] * self.size)  # per rank: up to which change it was compared with ours
         self._names: tuple[str, ...] = ()
+        self.native: Any = None  # of use_native
         self._fast: Callable[[int], bool] | None = None
         self._words[self._own + 1] = os.getpid()
         group.barrier("opening the rank board")
@@ -76,19 +77,18 @@ class RankBoard:
     def exchange(self, tokens: int, communicator: int = 0) -> None:
         """:meth:`publish` and :meth:`check` in one call."""
         fast = self._fast
-        if fast is None:
+        if fast is None or not fast(communicator << _TOKEN_BITS | tokens if communicator else tokens):
             self.publish(tokens, communicator)
-            self.check()
-        elif not fast(communicator << _TOKEN_BITS | tokens if communicator else tokens):
             self.check()
 
     def use_native(self, make: Callable[..., Any]) -> None:
         """Let native code do :meth:`exchange` while all is well.
 
-        ``make(words, compared, rank, size, slots, ahead)`` returns an object whose ``exchange(tokens)`` says
-        whether it found nothing wrong; it works on this board's own memory.
+        ``make(words, compared, rank, size, slots, ahead)`` returns an object whose ``exchange(tokens)`` publishes and
+        returns True, or finds something to look at, and has done nothing; it works on this board's own memory.
         """
-        self._fast = make(self._words, self._compared, self.rank, self.size, self._slots, self._ahead).exchange
+        self.native = make(self._words, self._compared, self.rank, self.size, self._slots, self._ahead)
+        self._fast = self.native.exchange
 
     def publish(self, tokens: int, communicator: int = 0) -> None:
         """Write this rank's next change, of all communicators or of one (by index, from 1); no wait, no check."""

@@ -78,7 +78,7 @@ class Manager:
         self.check: Check = check
         self.guard, self.auto = guard, auto
         self._board = None if check == "never" else board
-        self._strict = check == "strict"
+        self._strict = self._every_call = check == "strict"
         self._timeout_s = timeout_s
         self._rule = combine((token_rule(spec) for spec in backend.specs.values()), capacity[0])
         self._hidden = capacity[1]
@@ -91,6 +91,8 @@ class Manager:
         if self._board is not None:
             self._board.name_communicators(self._updated, capacity[0])
         self._destroyed = False
+        fast = (guard or auto) and not self._strict  # it asks the guard what is under way
+        self._ready = backend.make_ready(self._rule, self._board) if fast else None
         self._stages = Stages(backend, policy)
         if policy is not None:
             self._stages.stand(self._tokens)
@@ -144,8 +146,8 @@ class Manager:
         except with ``check="strict"``, which compares every call. T belongs to the process, not to a thread.
 
         Raises :class:`UBShapeError`, :class:`UBCapacityError` or :class:`UBAlignmentError` for a shape that
-        some communicator could not take, :class:`UBStateError` during capture or in the middle of an overlap,
-        :class:`UBRankMismatchError` where the TP ranks disagree. Nothing is changed then.
+        some communicator could not take, :class:`UBStateError` during capture, in the middle of an overlap or after
+        :meth:`destroy`, :class:`UBRankMismatchError` where the TP ranks disagree. Nothing is changed then.
         """
         # The usual case first, two plain ints; everything else takes the long way, or is refused there.
         tokens, hidden = shape if type(shape) in _PLAIN and len(shape) == 2 else (None, None)  # type: ignore[arg-type]
@@ -154,7 +156,7 @@ class Manager:
         if names is not None:
             return self._set_named(tokens, names)
         with self._lock:
-            if tokens != self._tokens or self._single or self._strict:
+            if tokens != self._tokens or self._single or self._every_call:
                 self._change(tokens)
         return _new_report(ShapeReport, ((tokens, hidden), self._updated, self._skipped, self._stages.choices))
 
@@ -267,7 +269,8 @@ class Manager:
 
     def destroy(self) -> None:
         """Release the communicators, on all ranks together; a disagreement that nobody saw yet is raised at the end."""
-        self._destroyed = True
+        self._destroyed = self._every_call = True
+        self._ready = None
         self.backend.connect(None)
         try:
             if self._board is not None:
@@ -284,14 +287,8 @@ class Manager:
         return tokens, hidden
 
     def _change(self, tokens: int) -> None:
-        if not self._rule.accepts(tokens):
-            self._refuse(tokens)
-        if busy := self.backend.busy():
-            self._refuse_change(tokens, busy)
-        if self._strict:
-            self._compare(tokens)
-        elif self._board is not None:
-            self._board.exchange(tokens)
+        if self._ready is None or not self._ready(tokens):
+            self._prepare(tokens)
         if self._stages.policy is not None:
             self._stages.follow(tokens)
         self.backend.apply(tokens)
@@ -299,6 +296,13 @@ class Manager:
         self._tokens = tokens
         if self._single:
             self._single = {}
+
+    def _prepare(self, tokens: int) -> None:
+        """What comes before a change: it is valid, nothing is in its way, and the other ranks hear of it."""
+        if not self._rule.accepts(tokens):
+            self._refuse(tokens)
+        self._check_free(tokens)
+        self._compare(tokens)
 
     def _refuse(self, tokens: int) -> None:
         """Raise the error that fits: that of the first communicator that cannot take T."""
@@ -314,16 +318,17 @@ class Manager:
                 raise type(error)(f"{error}{together}") from None
         raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
 
-    def _refuse_change(self, tokens: int, busy: str) -> None:
-        raise UBStateError(f"the active shape cannot change to T = {tokens} now: {busy}")
+    def _check_free(self, tokens: int) -> None:
+        why = "after destroy there are no communicators any more" if self._destroyed else self.backend.busy()
+        if why:
+            raise UBStateError(f"the active shape cannot change to T = {tokens} now: {why}")
 
     def _set_named(self, tokens: int, names: Iterable[str]) -> ShapeReport:
         chosen = tuple(dict.fromkeys(self._with_alternatives((names,) if isinstance(names, str) else names)))
         for name in chosen:
             check_tokens(self._spec(name), tokens)
         with self._lock:
-            if busy := self.backend.busy():
-                self._refuse_change(tokens, busy)
+            self._check_free(tokens)
             for name in chosen:
                 self._compare(tokens, self._updated.index(name) + 1)
             for name in chosen:

@@ -53,6 +53,9 @@ class FakeBackend:
     def busy(self) -> str | None:
         return self.why_busy
 
+    def make_ready(self, rule: object, board: object) -> None:
+        return None
+
     def find(self, communicator: object) -> str | None:
         return next((name for name, made in self.objects.items() if made is communicator), None)
 

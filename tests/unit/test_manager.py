@@ -176,6 +176,18 @@ class TestState:
         manager.destroy()
         assert backend.on_operand is None and backend.calls == ["destroy"]
 
+    def test_nothing_is_set_after_destroy(self) -> None:
+        manager, backend = make()
+        manager.destroy()
+        for call in (
+            lambda: manager.set_active_shape(manager.capacity),
+            lambda: manager.set_active_shape((64, 64)),
+            lambda: manager.set_buffer_active_shape("fc1_fprop", (64, 64)),
+        ):
+            with pytest.raises(UBStateError, match="after destroy there are no communicators any more"):
+                call()
+        assert backend.calls == ["destroy"]
+
     def test_a_capacity_that_does_not_fit_is_refused(self) -> None:
         with pytest.raises(UBAlignmentError, match="T = 126 is not a multiple of tp = 4"):
             make(FakeBackend(capacity=(126, 64)))

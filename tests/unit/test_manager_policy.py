@@ -144,7 +144,8 @@ class TestPolicy:
             manager.use_policy(wanted)
         assert backend.calls == [] and manager.policy is POLICY
         backend.why_busy = None
-        assert manager.set_active_shape([8, 64]).overlap == SMALL
+        if why != "destroyed":
+            assert manager.set_active_shape([8, 64]).overlap == SMALL
 
     def test_communicators_that_are_gone_leave_the_old_policy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         manager, backend = make(policy=POLICY)

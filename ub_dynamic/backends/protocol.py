@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..overlap import OverlapConfig
+from ..rules import TokenRule
 from ..shapes import CommSpec
 
 Alternatives = Mapping[str, tuple[OverlapConfig, ...]]
@@ -59,6 +60,12 @@ class Backend(Protocol):
 
     def busy(self) -> str | None:
         """Why the shape must not change right now (capture, a filled buffer, an overlap being enqueued), or None."""
+
+    def make_ready(self, rule: TokenRule, board: Any) -> Callable[[int], bool] | None:
+        """A function of T that publishes a change on ``board`` (a rank board, or None) and returns True if ``rule`` accepts T, nothing is
+        busy and the ranks agree so far; else it returns False, and has done nothing. None: there is no faster way
+        than to ask for these one by one.
+        """
 
     def find(self, communicator: object) -> str | None:
         """The name of a communicator object of this backend, or None."""

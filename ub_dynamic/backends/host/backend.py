@@ -12,6 +12,7 @@ from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group
 from ...overlap import OverlapConfig
+from ...rules import TokenRule
 from ...shapes import CommSpec, Shape
 from ..names import resolve_specs
 from ..protocol import Alternatives, OnOperand
@@ -92,6 +93,9 @@ class HostBackend:
 
     def busy(self) -> str | None:
         return None if self.engine is None else self.engine.busy()
+
+    def make_ready(self, rule: TokenRule, board: RankBoard | None) -> None:
+        return None
 
     def find(self, communicator: object) -> str | None:
         return next((name for name, mine in self.communicators.items() if mine is communicator), None)

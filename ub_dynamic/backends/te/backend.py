@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ...board import RankBoard
 from ...errors import UBUnsupportedError
 from ...groups import Group
 from ...overlap import OverlapConfig
+from ...rules import TokenRule
 from ...shapes import CommSpec, Shape
 from ..names import AUTO_EXCLUDES_POLICY
 from ..protocol import OnOperand
@@ -106,6 +108,15 @@ class TEBackend:
     def follow_choices(self, follow: bool) -> None:
         if self._plans is not None:
             self._plans.follow_choices(follow)
+
+    def make_ready(self, rule: TokenRule, board: RankBoard | None) -> Callable[[int], bool] | None:
+        if self.native is None or (board is not None and board.native is None):
+            return None
+        made = self.native.Ready(
+            board.native if board else None, *self.guard.under_way(), rule.multiple, rule.minimum, rule.maximum
+        )
+        ready: Callable[[int], bool] = made.ask
+        return ready
 
     def find(self, communicator: object) -> str | None:
         return next((comm.name for comm in self.communicators if comm.reference() is communicator), None)

@@ -16,40 +16,43 @@ import torch
 
 from .patches import Patches
 
+_CAPTURES, _UNWATCHED = "captures", "nobody counts them"
+
 
 class Captures:
-    """Counts the captures under way, while its wrappers are installed."""
+    """Counts the captures under way, while its wrappers are installed.
+
+    ``under_way`` is empty if there is none, for native code to look at; ``te`` says so of TE's own, or is None.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._te: Callable[[], bool] | None = None
-        self._watching = False
+        import transformer_engine.pytorch.graph as graph
+
+        self.under_way: dict[str, int] = {_UNWATCHED: 1}
+        # TE's make_graphed_callables sets this for its warm-up runs too, which must have the shape of the capture.
+        self.te: Callable[[], bool] | None = getattr(graph, "is_graph_capturing", None)
 
     def watch(self, patches: Patches) -> None:
         """Count from now on; ``patches`` takes it back."""
-        import transformer_engine.pytorch.graph as graph
-
         patches.replace(torch.cuda.CUDAGraph, "capture_begin", self._wrap_begin)
         patches.replace(torch.cuda.CUDAGraph, "capture_end", self._wrap_end)
-        # TE's make_graphed_callables sets this for its warm-up runs too, which must have the shape of the capture.
-        self._te = getattr(graph, "is_graph_capturing", None)
-        self._count, self._watching = 0, True
+        self.under_way.clear()
 
     def stop(self) -> None:
         """The wrappers are gone."""
-        self._watching = False
+        self.under_way[_UNWATCHED] = 1
 
     def active(self) -> bool:
         """Whether a capture is under way; asks CUDA only where nothing is counted."""
-        if self._watching:
-            return self._count > 0 or (self._te is not None and self._te())
+        if _UNWATCHED not in self.under_way:
+            return bool(self.under_way) or (self.te is not None and self.te())
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def _wrap_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(graph, *args, **kwargs)
-            self._count += 1
+            self.under_way[_CAPTURES] = self.under_way.get(_CAPTURES, 0) + 1
             return result
 
         return capture_begin
@@ -57,7 +60,9 @@ class Captures:
     def _wrap_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._count = max(0, self._count - 1)
+            left = self.under_way.pop(_CAPTURES, 0) - 1
+            if left > 0:
+                self.under_way[_CAPTURES] = left
             return original(graph, *args, **kwargs)
 
         return capture_end

@@ -148,6 +148,12 @@ class Guard:
             )
         return gate
 
+    def under_way(self) -> tuple[dict[str, Any], dict[int, str], dict[str, int], Callable[[], bool] | None]:
+        """What :meth:`busy` looks at, for native code: three dictionaries that are empty while nothing is under way,
+        and TE's function that says whether it captures a graph.
+        """
+        return self._lent, self._enqueuing, self._captures.under_way, self._captures.te
+
     def busy(self) -> str | None:
         """Why the shape must not change right now, or None."""
         if not (self._enqueuing or self._lent):

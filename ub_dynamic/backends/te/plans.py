@@ -5,7 +5,7 @@ native call."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -64,6 +64,7 @@ class Plans:
     ) -> None:  # fmt: skip
         self._arrangement = arrangement
         self._registry = registry
+        self._switch: Callable[[Any], None] = registry.switch  # bound once: asking for it makes a function
         self._names = names
         self._made = _read(arrangement, communicators, native)
         self.notes: Mapping[str, str] = MappingProxyType(_notes(arrangement))
@@ -91,7 +92,7 @@ class Plans:
 
     def switch(self, plan: Plan) -> None:
         """Host only, no allocation."""
-        self._registry.switch(plan.native)
+        self._switch(plan.native)
         self._flags.methods = plan.methods
 
     def methods(self) -> Methods:

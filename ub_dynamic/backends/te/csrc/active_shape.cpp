@@ -13,6 +13,7 @@
 #include "board.h"
 #include "direct.h"
 #include "gate.h"
+#include "ready.h"
 #include "registry.h"
 
 namespace ub_dynamic {
@@ -143,6 +144,13 @@ PyObject *apply(Registry &registry, Py_ssize_t tokens) {
 
 PyObject *exchange(Board &board, Py_ssize_t tokens) { return PyBool_FromLong(board.exchange(tokens)); }
 
+PyObject *ask(Ready &ready, Py_ssize_t tokens) { return PyBool_FromLong(ready.ask(tokens)); }
+
+PyObject *switch_to(Registry &registry, PyObject *plan) {
+  registry.switch_to(py::handle(plan).cast<const Plan &>());
+  Py_RETURN_NONE;
+}
+
 }  // namespace
 }  // namespace ub_dynamic
 
@@ -159,13 +167,18 @@ PYBIND11_MODULE(active_shape, m) {
       .def("pair", &Registry::pair, py::arg("first_key"), py::arg("second_key"), py::arg("first"), py::arg("second"))
       .def("use_table", &Registry::use_table, py::arg("namespace"), py::arg("name"))
       .def("plan", &Registry::plan, py::arg("settings"), py::arg("exchanged"))
-      .def("switch", &Registry::switch_to, py::arg("plan"))
+      .def_property_readonly("switch", &of_one_object<Registry, &switch_to>)
       .def("clear", &Registry::clear)
       .def("__len__", &Registry::size);
   py::class_<Board>(m, "Board", py::module_local())
       .def(py::init<py::buffer, py::buffer, std::int64_t, std::int64_t, std::int64_t, std::int64_t>(), py::arg("words"),
            py::arg("compared"), py::arg("rank"), py::arg("size"), py::arg("slots"), py::arg("ahead"))
       .def_property_readonly("exchange", &of_one_integer<Board, &exchange>);
+  py::class_<Ready>(m, "Ready", py::module_local())
+      .def(py::init<py::object, py::dict, py::dict, py::dict, py::object, std::int64_t, std::int64_t, std::int64_t>(),
+           py::arg("board"), py::arg("lent"), py::arg("enqueuing"), py::arg("captures"), py::arg("capturing"),
+           py::arg("multiple"), py::arg("minimum"), py::arg("maximum"))
+      .def_property_readonly("ask", &of_one_integer<Ready, &ask>);
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", py::module_local())
       .def(py::init<py::object, py::dict, py::dict, py::dict, py::object, py::object>(), py::arg("registry"), py::arg("lent"), py::arg("enqueuing"), py::arg("runs"), py::arg("gather"),
            py::arg("scatter"))

@@ -28,26 +28,28 @@ class Board {
     if (!fits) throw std::runtime_error("the memory of the rank board does not have the expected size");
   }
 
-  // Publishes the next change of this rank. False if the Python side has to look.
+  // Publishes the next change of this rank. False, and nothing is published, if the Python side has to look.
   bool exchange(std::int64_t tokens) {
     std::int64_t *own = words_ + rank_ * (kHeader + slots_);
-    const std::int64_t calls = own[0] + 1;
-    __atomic_store_n(own + kHeader + calls % slots_, calls << 32 | tokens, __ATOMIC_RELEASE);
+    const std::int64_t calls = own[0] + 1, record = calls << 32 | tokens;
+    for (std::int64_t rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && !agrees(own, rank, calls, record)) return false;
+    }
+    __atomic_store_n(own + kHeader + calls % slots_, record, __ATOMIC_RELEASE);
     __atomic_store_n(own, calls, __ATOMIC_RELEASE);
-    bool well = true;
-    for (std::int64_t rank = 0; rank < size_; ++rank) well = (rank == rank_ || agrees(own, rank, calls)) && well;
-    return well;
+    return true;
   }
 
  private:
-  // Reads the other rank's records alone, one cache line: a record says itself which change it is of.
-  bool agrees(const std::int64_t *own, std::int64_t rank, std::int64_t calls) {
+  // Whether the other rank's records are ours, up to change number `calls`, of which ours will be `record`. Reads the
+  // other rank's records alone, one cache line: a record says itself which change it is of.
+  bool agrees(const std::int64_t *own, std::int64_t rank, std::int64_t calls, std::int64_t record) {
     const std::int64_t *other = words_ + rank * (kHeader + slots_);
     for (std::int64_t call = compared_[rank] + 1; call <= calls; ++call) {
       const std::int64_t slot = kHeader + call % slots_;
-      const std::int64_t record = __atomic_load_n(other + slot, __ATOMIC_ACQUIRE);
-      if (record >> 32 < call) break;  // not made yet
-      if (record != own[slot]) return false;
+      const std::int64_t theirs = __atomic_load_n(other + slot, __ATOMIC_ACQUIRE);
+      if (theirs >> 32 < call) break;  // not made yet
+      if (theirs != (call == calls ? record : own[slot])) return false;
       compared_[rank] = call;
     }
     return calls - compared_[rank] <= ahead_;

@@ -37,24 +37,34 @@ Self &self_of(PyObject *capsule) {
   return *static_cast<Self *>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
-// `method` of `owner`, which takes one integer that is not negative.
+// `method` of `owner`, which takes one object.
 template <class Object, auto method>
-py::object of_one_integer(py::object owner) {
+py::object of_one_object(py::object owner) {
   struct Self {
     py::object owner;
     Object *object;
   };
-  static PyMethodDef definition = {
-      "of_one_integer",
-      [](PyObject *capsule, PyObject *argument) -> PyObject * {
-        const Py_ssize_t value = PyNumber_AsSsize_t(argument, PyExc_OverflowError);
-        if (value == -1 && PyErr_Occurred() != nullptr) return nullptr;
-        if (value < 0) return PyErr_Format(PyExc_ValueError, "%zd is negative", value);
-        return translated([&] { return (*method)(*self_of<Self>(capsule).object, value); });
-      },
-      METH_O, nullptr};
+  static PyMethodDef definition = {"of_one_object",
+                                   [](PyObject *capsule, PyObject *argument) -> PyObject * {
+                                     return translated([&] { return (*method)(*self_of<Self>(capsule).object, argument); });
+                                   },
+                                   METH_O, nullptr};
   auto *object = owner.cast<Object *>();
   return made_of(&definition, Self{std::move(owner), object});
+}
+
+template <class Object, auto method>
+PyObject *with_integer(Object &object, PyObject *argument) {
+  const Py_ssize_t value = PyNumber_AsSsize_t(argument, PyExc_OverflowError);
+  if (value == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  if (value < 0) return PyErr_Format(PyExc_ValueError, "%zd is negative", value);
+  return (*method)(object, value);
+}
+
+// The same for one integer that is not negative.
+template <class Object, auto method>
+py::object of_one_integer(py::object owner) {
+  return of_one_object<Object, &with_integer<Object, method>>(std::move(owner));
 }
 
 }  // namespace ub_dynamic
