@@ -37,6 +37,10 @@ _COMPILE_TIMEOUT_S = 300.0
 _STILL_WORKS = "TE overlap at a fixed capacity keeps working without it"
 
 
+# NDEBUG: without it pybind11 asks at every count of a reference whether the interpreter's lock is held.
+_FLAGS = ("-O2", "-DNDEBUG", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall")
+
+
 @dataclass(frozen=True)
 class Toolchain:
     """What a build is made with, and with it everything that a finished file must match to be used again."""
@@ -51,7 +55,7 @@ class Toolchain:
         """Everything between the compiler and its files."""
         includes = [self.te_include, self.pybind11_include, self.python_include]
         return [
-            *("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
+            *_FLAGS,
             *_abi_flags(),
             f"-I{SOURCES / 'include'}",
             f"-I{SOURCES}",
@@ -66,7 +70,7 @@ class Toolchain:
         for path in [*texts, *(self.te_include / "transformer_engine" / name for name in _TE_HEADERS)]:
             digest.update(path.read_bytes())
         abi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-        for part in (self.te_version, torch.__version__, abi, platform.machine(), *_abi_flags()):
+        for part in (self.te_version, torch.__version__, abi, platform.machine(), *_FLAGS, *_abi_flags()):
             digest.update(f"\0{part}".encode())
         python = f"py{sys.version_info.major}{sys.version_info.minor}"
         return f"te{self.te_version}-torch{torch.__version__}-{python}-{digest.hexdigest()[:16]}"

@@ -40,6 +40,14 @@ inline py::object alive(const py::weakref &reference) {
 #endif
 }
 
+inline bool is_alive(const py::weakref &reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  return static_cast<bool>(alive(reference));
+#else
+  return PyWeakref_GetObject(reference.ptr()) != Py_None;  // borrowed: nothing to count
+#endif
+}
+
 // One communicator with all that a change of shape needs.
 struct Entry {
   py::weakref reference;
@@ -78,7 +86,7 @@ struct Entry {
   }
 
   void check_alive() const {
-    if (!alive(reference)) throw std::runtime_error("a communicator was destroyed behind the registry's back");
+    if (!is_alive(reference)) throw std::runtime_error("a communicator was destroyed behind the registry's back");
   }
 };
 
