@@ -62,9 +62,9 @@ class Backend(Protocol):
         """Why the shape must not change right now (capture, a filled buffer, an overlap being enqueued), or None."""
 
     def make_ready(self, rule: TokenRule, board: Any) -> Callable[[int], bool] | None:
-        """A function of T that publishes a change on ``board`` (a rank board, or None) and returns True if ``rule`` accepts T, nothing is
-        busy and the ranks agree so far; else it returns False, and has done nothing. None: there is no faster way
-        than to ask for these one by one.
+        """A function of T that publishes a change on ``board`` (a rank board, or None) and returns True if ``rule``
+        accepts T, nothing is busy and the ranks agree so far; else it returns False, and has done nothing. None: there
+        is no faster way than to ask for these one by one.
         """
 
     def find(self, communicator: object) -> str | None:
