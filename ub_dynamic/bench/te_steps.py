@@ -114,7 +114,7 @@ class TESteps:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         with no_collection():
-            for _ in range(min(_SPECIALISED, steps) if steps > _FEW else WARM):
+            for _ in range(_SPECIALISED if steps > _FEW else WARM):
                 one(layer, leaf, grad, tokens)
             begin.record()
             for _ in range(steps):
