@@ -57,8 +57,9 @@ def read_communicators(
 ) -> tuple[Communicator, ...]:
     """Every communicator of ``objects`` with its :class:`CommSpec`, in TE's order.
 
-    ``capacity`` and ``tp`` are those that they were made with: TE before 2.17 does not tell tp. Without ``native`` all of them stay at capacity, for the reason ``missing``. Raises
-    :class:`UBCapacityError` if TE ran out of regions, which it does not notice itself.
+    ``capacity`` and ``tp`` are those that they were made with; TE before 2.17 does not tell tp. Without ``native`` all
+    of them stay at capacity, for the reason ``missing``. Raises :class:`UBCapacityError` if TE ran out of regions,
+    which it does not notice itself.
     """
     return tuple(_read(key, comm, set(objects), capacity, tp, native, missing) for key, comm in objects.items())
 
