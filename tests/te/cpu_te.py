@@ -71,7 +71,7 @@ def te_world(patch: pytest.MonkeyPatch, *, guard: bool = True, auto: bool = Fals
     patch.setattr(tex, "CommOverlapP2P", fakes.Ring)
     patch.setattr(tex, "generic_gemm", _recorded_gemm(calls, {id(comm): key[0] for key, comm in table.items()}))
     module, group = native.load(), SoloGroup()
-    communicators = read_communicators(table, (CAPACITY, HIDDEN), module, "")
+    communicators = read_communicators(table, (CAPACITY, HIDDEN), TP, module, "")
     registry, reason = _register(module, communicators, group)
     assert not reason
     bootstrap = shutdown.Bootstrap()

@@ -19,8 +19,8 @@ from ub_dynamic.errors import UBCapacityError
 CAPACITY = (4096, 512)
 
 
-def read(table: dict[Any, Any], capacity: tuple[int, int] = CAPACITY) -> dict[str, Communicator]:
-    return {comm.name: comm for comm in read_communicators(table, capacity, native.load(), "")}
+def read(table: dict[Any, Any], capacity: tuple[int, int] = CAPACITY, tp: int = 2) -> dict[str, Communicator]:
+    return {comm.name: comm for comm in read_communicators(table, capacity, tp, native.load(), "")}
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -33,7 +33,7 @@ def read(table: dict[Any, Any], capacity: tuple[int, int] = CAPACITY) -> dict[st
     ],
 )
 def test_objects_agree_with_the_configuration(tp: int, methods: dict[str, str]) -> None:
-    found = read(fakes.table(CAPACITY, tp, **methods))
+    found = read(fakes.table(CAPACITY, tp, **methods), tp=tp)
     cfgs = {name: {"method": method} for name, method in methods.items()}
     expected = {spec.name: spec for spec in resolve_specs(CAPACITY, tp, torch.bfloat16, cfgs)}
     assert set(found) == set(expected)
@@ -88,7 +88,7 @@ def test_why_one_stays_at_capacity(
     table = {(layer, fakes.MODES.NONE): fakes.communicator(ring, capacity, **options)}
     if layer == "qkv_dgrad":
         table["qkv_wgrad", fakes.MODES.NONE] = fakes.communicator(False, capacity, options.get("tp", 2))
-    comm = read(table, capacity)[layer]
+    comm = read(table, capacity, options.get("tp", 2))[layer]
     assert comm.spec is None
     assert comm.fixed
     assert re.search(reason, comm.skipped), comm.skipped
@@ -103,7 +103,7 @@ def test_atomic_gemm_stays_at_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         def inspect(communicator: Any) -> dict[str, Any]:
             return {**module.inspect(communicator), "atomic_gemm": True}
 
-    (found,) = read_communicators({("qkv_fprop", fakes.MODES.NONE): comm}, CAPACITY, Atomic, "")  # type: ignore[arg-type]
+    (found,) = read_communicators({("qkv_fprop", fakes.MODES.NONE): comm}, CAPACITY, 2, Atomic, "")  # type: ignore[arg-type]
     assert "atomic" in str(found.skipped)
 
 
@@ -117,7 +117,7 @@ def test_cublasmp_follows_its_operands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_native_file_all_stay_and_say_why() -> None:
     table = fakes.table(CAPACITY, 2)
-    found = read_communicators(table, CAPACITY, None, "no compiler")
+    found = read_communicators(table, CAPACITY, 2, None, "no compiler")
     assert {comm.skipped for comm in found} == {"no compiler"}
     assert all(comm.fixed and comm.tp == 2 for comm in found)
 

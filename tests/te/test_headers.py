@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native source compiles against the headers of every supported Transformer Engine.
-
-The source package of TE's torch binding carries the same headers as the wheel and is a thousandth of its size. pip
-fetches it once per version into the cache; only the headers are kept.
-"""
+"""The native source compiles against the headers of every supported Transformer Engine."""
 
 from __future__ import annotations
 
@@ -11,49 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from published import VERSIONS, headers
 
 from ub_dynamic.backends.te import build
 
-VERSIONS = ("2.10.0", "2.14.0", "2.18.0", "2.20.2")
-PACKAGE = "transformer-engine-torch"
 LAYOUT = Path(__file__).parent / "csrc" / "layout.cpp"
-
-
-def headers(version: str) -> Path:
-    """The folder ``common`` of TE's headers; skips (in CI: fails) if pip cannot fetch them."""
-    target = build.cache_folder() / "headers" / version
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=build.cache_folder()) as scratch:
-            archive = _download(version, Path(scratch))
-            with tarfile.open(archive) as tar:
-                tar.extractall(scratch, filter="data")
-            target.parent.mkdir(exist_ok=True)
-            os.replace(Path(scratch) / archive.name.removesuffix(".tar.gz") / "common_headers", target)
-    return target / "common"
-
-
-def _download(version: str, scratch: Path) -> Path:
-    # pip asks the package for its metadata, whose setup.py needs torch (which is here) and wheel.
-    tools = scratch / "tools"
-    _pip("install", "--target", str(tools), "wheel")
-    fetch = ("download", "--no-deps", "--no-build-isolation", "--no-binary", PACKAGE, "-d", str(scratch))
-    _pip(*fetch, f"{PACKAGE}=={version}", path=tools)
-    return next(scratch.glob("*.tar.gz"))
-
-
-def _pip(*args: str, path: Path | None = None) -> None:
-    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *args]
-    env = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        text = f"pip could not fetch TE's headers (no network?): {done.stderr.strip()[-600:]}"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(text)
 
 
 def toolchain(version: str) -> build.Toolchain:

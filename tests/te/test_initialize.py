@@ -113,6 +113,19 @@ def test_a_te_without_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert base._ub_communicators is None
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_communicators_of_te_before_2_17(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("get_tp_size", "with_cublasmp"):
+        monkeypatch.delattr(tex.CommOverlapCore, method)
+    if not compiled:
+        monkeypatch.setattr(initialize, "_load_native", lambda group: (None, "no compiler"))
+    use(monkeypatch, Stock())
+    backend = create()
+    assert len(backend.specs) == (10 if compiled else 0)
+    assert {comm.tp for comm in backend.communicators} == {2}
+    backend.destroy()
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "text"),
     [

@@ -28,8 +28,8 @@ def module() -> Any:
     return native.load()
 
 
-def read(table: dict[Any, Any], capacity: tuple[int, int] = CAPACITY) -> tuple[Communicator, ...]:
-    return read_communicators(table, capacity, native.load(), "")
+def read(table: dict[Any, Any], tp: int) -> tuple[Communicator, ...]:
+    return read_communicators(table, CAPACITY, tp, native.load(), "")
 
 
 def matches(module: Any, communicator: Any, spec: CommSpec, tokens: int) -> None:
@@ -50,7 +50,7 @@ def matches(module: Any, communicator: Any, spec: CommSpec, tokens: int) -> None
 @pytest.mark.parametrize("methods", [{}, {"fc2_fprop": "ring_exchange", "qkv_dgrad": "ring_exchange"}])
 def test_shape_follows_the_layout(module: Any, tp: int, modes: Any, methods: dict[str, str]) -> None:
     table = fakes.table(CAPACITY, tp, modes=modes, rank=1, **methods)
-    communicators = read(table)
+    communicators = read(table, tp)
     registry = module.Registry()
     dynamic = [comm for comm in communicators if comm.spec is not None]
     for comm in dynamic:
@@ -188,7 +188,7 @@ def self_test(module: Any, comm: Any, spec: CommSpec) -> None:
 
 
 def test_self_test_passes_and_restores(module: Any) -> None:
-    for comm in read(fakes.table(CAPACITY, 4, modes=("none", "fp8"), rank=3)):
+    for comm in read(fakes.table(CAPACITY, 4, modes=("none", "fp8"), rank=3), 4):
         if comm.spec is not None:
             self_test(module, comm.reference(), comm.spec)
             matches(module, comm.reference(), comm.spec, CAPACITY[0])

@@ -42,7 +42,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 
 def make(table: dict[Any, Any], group: Any = None) -> TEBackend:
     module, group = native.load(), group or SoloGroup()
-    communicators = read_communicators(table, CAPACITY, module, "")
+    communicators = read_communicators(table, CAPACITY, 2, module, "")
     registry, _ = _register(module, communicators, group)
     bootstrap = shutdown.Bootstrap()
     return TEBackend(communicators, CAPACITY, group, native=module, registry=registry, bootstrap=bootstrap)

@@ -209,7 +209,7 @@ def _cublasmp(world: World, gemm: Gemm) -> str | None:
 
 
 def built_with_cublasmp() -> bool:
-    """Whether the installed TE has the cuBLASMp kernels (2.14 and later know the question)."""
+    """Whether the installed TE has the cuBLASMp kernels (2.17 and later know the question)."""
     import ctypes
 
     import transformer_engine.pytorch  # noqa: F401  # loads the library

@@ -53,21 +53,21 @@ def communicator_name(key: Key) -> str:
 
 
 def read_communicators(
-    objects: Mapping[Key, Any], capacity: Shape, native: ModuleType | None, missing: str
+    objects: Mapping[Key, Any], capacity: Shape, tp: int, native: ModuleType | None, missing: str
 ) -> tuple[Communicator, ...]:
     """Every communicator of ``objects`` with its :class:`CommSpec`, in TE's order.
 
-    Without ``native`` all of them stay at capacity, for the reason ``missing``. Raises
-    :class:`UBCapacityError` if TE ran out of regions, which it does not notice itself.
+    ``capacity`` and ``tp`` are those that they were made with; TE before 2.17 does not tell tp. Without ``native`` all
+    of them stay at capacity, for the reason ``missing``. Raises :class:`UBCapacityError` if TE ran out of regions,
+    which it does not notice itself.
     """
-    return tuple(_read(key, comm, set(objects), capacity, native, missing) for key, comm in objects.items())
+    return tuple(_read(key, comm, set(objects), capacity, tp, native, missing) for key, comm in objects.items())
 
 
 def _read(
-    key: Key, comm: Any, keys: set[Key], capacity: Shape, native: ModuleType | None, missing: str
+    key: Key, comm: Any, keys: set[Key], capacity: Shape, tp: int, native: ModuleType | None, missing: str
 ) -> Communicator:
     name = communicator_name(key)
-    tp = comm.get_tp_size()
     spec, skipped = None, missing
     if getattr(comm, "with_cublasmp", bool)():
         skipped = CUBLASMP
@@ -79,12 +79,14 @@ def _read(
                 "configure "
                 "fewer communicators or quantization modes"
             )
-        found = _spec(key, name, facts, keys, capacity)
+        found = _spec(key, name, facts, keys, capacity, tp)
         spec, skipped = (found, "") if isinstance(found, CommSpec) else (None, found)
     return Communicator(name, weakref.ref(comm), capacity, tp, spec, skipped or None)
 
 
-def _spec(key: Key, name: str, facts: Mapping[str, Any], keys: Iterable[Key], capacity: Shape) -> CommSpec | str:
+def _spec(
+    key: Key, name: str, facts: Mapping[str, Any], keys: Iterable[Key], capacity: Shape, tp: int
+) -> CommSpec | str:
     """The spec, or why there is none."""
     method, collective = _use(key, facts, keys)
     dtype = getattr(torch, facts["dtype"], None)
@@ -100,7 +102,7 @@ def _spec(key: Key, name: str, facts: Mapping[str, Any], keys: Iterable[Key], ca
         method=method,
         collective=collective,
         capacity=capacity,
-        tp=facts["tp_size"],
+        tp=tp,
         dtype=dtype,
         num_splits=facts["num_splits"],
         num_sm=facts["num_sm"],

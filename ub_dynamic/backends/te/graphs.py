@@ -174,7 +174,7 @@ class GraphedMicrobatches:
         return _Captured(graphed)
 
     def _copy_parameter_gradients(self) -> None:
-        """TE before 2.20 returns the graph's own gradient buffers, and accumulation adds into them."""
+        """TE before 2.19 returns the graph's own gradient buffers, and accumulation adds into them."""
         if not self._hooks:
             wanted = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
             self._hooks = [parameter.register_hook(torch.Tensor.clone) for parameter in wanted]

@@ -95,10 +95,10 @@ def create_te_backend(
             )
         if arrangement is not None and native is not None:
             construct(arrangement, _table(base), modes[0], capacity, tp_size, dtype, native, bootstrap)
-        communicators = read_communicators(_table(base), capacity, native, reason)
+        communicators = read_communicators(_table(base), capacity, tp_size, native, reason)
         registry, reason = _register(native, communicators, group)
         if reason:
-            communicators = read_communicators(_table(base), capacity, None, reason)
+            communicators = read_communicators(_table(base), capacity, tp_size, None, reason)
         if arrangement is not None and native is not None:
             if reason:
                 raise UBUnsupportedError(f"a policy needs the native file: {reason}")
