@@ -146,7 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     timed = parser.add_argument_group("the part that is timed, dynamic against pad")
-    timed.add_argument("--timed-steps", type=int, default=5)
+    timed.add_argument("--timed-steps", type=int, default=4)
     timed.add_argument("--timed-microbatches", type=int, default=8)
     timed.add_argument("--timed-documents", type=int, default=8)
     timed.add_argument("--timed-max-document", type=int, default=8192, help="bytes")
