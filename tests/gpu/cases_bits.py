@@ -10,7 +10,7 @@ from harness import case, expect, note, userbuffers
 
 import ub_dynamic as ubd
 from ub_dynamic.shapes import chunk_layout
-from ub_dynamic.testing.te_bits import Sweep, dynamic_pass, refusal, run_sweep, sweeps
+from ub_dynamic.testing.te_bits import Sweep, dynamic_pass, fused_fp8_runs, refusal, run_sweep, sweeps
 from ub_dynamic.testing.te_layers import KINDS, OVERLAPS, build, differing, random_input, recipe_of, step
 from ub_dynamic.testing.te_world import World, communicators, stock_userbuffers
 
@@ -22,7 +22,7 @@ BOUNDS = {"bf16": 0.03, "delayed": 0.25, "current": 0.25}
 
 
 def _check(world: World, overlap: str) -> None:
-    for sweep in sweeps(world.size, LENGTHS, HIDDEN, CAPACITY):
+    for sweep in sweeps(world.size, LENGTHS, HIDDEN, CAPACITY, fused_fp8=fused_fp8_runs()):
         if sweep.overlap != overlap:
             continue
         if reason := refusal(world, sweep):

@@ -68,6 +68,13 @@ class TestLengths:
         fp8 = [tokens for sweep in found if sweep.mode == "fp8" for tokens in sweep.lengths]
         assert all(tokens % (16 * 4) == 0 for tokens in fp8)
 
+    def test_fused_operations_are_left_out_where_they_do_not_run_in_fp8(self) -> None:
+        for one, other in zip(sweeps(2, 4, 512, 1024), sweeps(2, 4, 512, 1024, fused_fp8=False), strict=True):
+            left = {kind for kind in one.kinds if kind not in other.kinds}
+            fused = {kind for kind in one.kinds if kind.startswith("te.ops")}
+            assert left == (fused if one.mode == "fp8" else set())
+            assert one.lengths == other.lengths
+
     @pytest.mark.parametrize(("tp", "devices", "left"), [(2, 1, set()), (4, 1, {"dgrad_pipeline"}), (4, 2, set())])
     def test_what_would_starve_on_a_shared_gpu_is_left_out(
         self, tp: int, devices: int, left: set[str], monkeypatch: pytest.MonkeyPatch
@@ -149,7 +156,14 @@ class TestFigures:
         }
 
     def test_bits(self) -> None:
-        row = {"overlap": "default", "layer": "te.Linear row", "recipe": "current", "cases": 40, "mismatches": 0}
+        row = {
+            "overlap": "default",
+            "layer": "te.Linear row",
+            "recipe": "current",
+            "cases": 40,
+            "mismatches": 0,
+            "unrepeatable": 0,
+        }
         against = {"plain_relative_error": 0.13, "stock_relative_error": 0.13}
         outside = {"plain_outside_te_tolerance": 2, "stock_outside_te_tolerance": 2, "outside_beyond_stock": 0}
         made = load("te_bits").figures([{**row, **against, **outside, "tensors": 120, "plain_cases": 4}] * 2)
