@@ -82,7 +82,7 @@ def check_against(batch: PackedBatch, partition: Partition, ranks: list[list[tup
     assert torch.equal(gathered[partition.inverse(batch)], packed)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=3000, deadline=None)
 @given(batches(), st.sampled_from([ZIGZAG, CONTIGUOUS]), st.integers(0, 7))
 def test_chunks_against_the_model(batch: PackedBatch, partition: Partition, rank: int) -> None:
     ranks = model(batch, lambda _, position, rows: owner(partition.name, position, rows, batch.cp))
@@ -90,7 +90,7 @@ def test_chunks_against_the_model(batch: PackedBatch, partition: Partition, rank
     assert partition.positions(batch, rank % batch.cp).tolist() == [at for _, _, at in ranks[rank % batch.cp]]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(batches(most=16), st.integers(0, 2**32), st.integers(0, 7))
 def test_custom_against_the_model(batch: PackedBatch, seed: int, rank: int) -> None:
     shuffle = random.Random(seed).shuffle
@@ -104,7 +104,7 @@ def test_custom_against_the_model(batch: PackedBatch, seed: int, rank: int) -> N
     check_against(batch, custom, ranks, rank % batch.cp)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.data())
 def test_grid_against_the_model(data: st.DataObject) -> None:
     down, across = data.draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4), (4, 2), (1, 1)]))
