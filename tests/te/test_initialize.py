@@ -35,12 +35,13 @@ def _world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_real_signature_is_the_one_that_is_forwarded() -> None:
-    parameters = inspect.signature(base.initialize_ub).parameters
+    parameters = list(inspect.signature(base.initialize_ub).parameters)
     ours = inspect.signature(initialize.create_te_backend).parameters
     renamed = {"capacity": "shape"}
-    assert [renamed.get(name, name) for name in ours if name not in ("group", "board", "alternatives")] == list(
-        parameters
-    )
+    names = [renamed.get(name, name) for name in ours if name not in ("group", "board", "alternatives")]
+    assert names[:7] == parameters[:7]
+    assert names[7:] == ["with_cublasmp"]
+    assert parameters[7:] in ([], ["with_cublasmp"])  # since 2.17
 
 
 def test_what_te_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_a_te_without_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_communicators_of_te_before_2_17(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("get_tp_size", "with_cublasmp"):
-        monkeypatch.delattr(tex.CommOverlapCore, method)
+        monkeypatch.delattr(tex.CommOverlapCore, method, raising=False)
     if not compiled:
         monkeypatch.setattr(initialize, "_load_native", lambda group: (None, "no compiler"))
     use(monkeypatch, Stock())
@@ -211,7 +212,7 @@ def test_a_failure_half_way_leaves_te_as_it_was(
         create()
     assert caught.value.__traceback__ is not None
     assert base._ub_communicators is None
-    assert not base.is_ub_initialized()
+    assert not getattr(base, "is_ub_initialized", bool)()  # since 2.17
     left = [obj for obj in gc.get_objects() if isinstance(obj, (fakes.Base, fakes.Ring)) and id(obj) not in before]
     assert not left, "the traceback keeps no communicator alive"
     assert not caplog.records
