@@ -115,7 +115,7 @@ def test_where_no_call_may_pass_python_looks_at_all(monkeypatch: pytest.MonkeyPa
 
 def test_a_wrapper_keeps_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = native.load()
-    gate = module.Gate(module.Registry(), {}, {}, {}, AG, RS)
+    gate = module.Gate(module.Registry(), {}, {}, AG, RS)
     gate.add(object(), "x", 0, 8, 2, splits=True, copies=True, lends=False, kinds=["a", "b", "c", "d"])
     wrapped = gate.generic_gemm(lambda *args, **kwargs: "te", lambda *args, **kwargs: "python")
     del gate

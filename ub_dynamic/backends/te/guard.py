@@ -61,9 +61,8 @@ class _Entry:
 class Guard:
     """The wrappers around one set of communicators; :meth:`install` and :meth:`remove` may alternate.
 
-    ``runs`` counts, by ``(communicator, kind)``, the overlaps that were enqueued. ``make_gate(lent, enqueuing, runs,
-    gather, scatter)`` returns the native fast path; communicators are in its registry in the order of ``communicators``
-    that have a spec.
+    ``make_gate(lent, enqueuing, gather, scatter)`` returns the native fast path; communicators are in its registry in
+    the order of ``communicators`` that have a spec.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Guard:
         methods: hazards.Methods = dict,
         make_gate: Callable[..., Any] | None = None,
     ) -> None:
-        self.runs: Counter[tuple[str, str]] = Counter()
+        self._runs: Counter[tuple[str, str]] = Counter()  # without those of the native path
         self._communicators = tuple(communicators)
         self._capacity = capacity
         self._nvtx = nvtx
@@ -114,9 +113,15 @@ class Guard:
             logger.warning("%s was replaced by somebody else and keeps our wrapper inside", name)
         self._captures.stop()
         self._entries.clear()  # a wrapper that stays behind finds nothing to check
+        self._runs = self.runs
         if self._gate is not None:
             self._gate.clear()
         self._lent.clear()
+
+    @property
+    def runs(self) -> Counter[tuple[str, str]]:
+        """How many overlaps were enqueued so far, by ``(communicator, kind)``."""
+        return self._runs + Counter({} if self._gate is None else self._gate.runs())
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         def make(original: Any) -> Any:
@@ -128,7 +133,7 @@ class Guard:
     def _new_gate(self) -> Any:
         if self._make_gate is None:
             return None
-        gate = self._make_gate(self._lent, self._enqueuing, self.runs, self._ag, self._rs)
+        gate = self._make_gate(self._lent, self._enqueuing, self._ag, self._rs)
         dynamic = [comm for comm in self._communicators if comm.spec is not None]
         for index, comm in enumerate(dynamic):
             spec, buffer = comm.spec, comm.reference()
@@ -171,7 +176,7 @@ class Guard:
     # -- the ways in -----------------------------------------------------------------------------------------
 
     def _wrap_gemm(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        entries, lent, enqueuing, runs = self._entries, self._lent, self._enqueuing, self.runs
+        entries, lent, enqueuing = self._entries, self._lent, self._enqueuing
         ag, rs = self._ag, self._rs
         enqueue = _with_nvtx(original) if self._nvtx else None
 
@@ -194,7 +199,7 @@ class Guard:
                 result = enqueue(entry.name, args, kwargs) if enqueue else original(*args, **kwargs)
             finally:
                 del enqueuing[thread]
-            runs[entry.name, _KINDS[bulk, scatters]] += 1
+            self._runs[entry.name, _KINDS[bulk, scatters]] += 1
             return result
 
         return generic_gemm

@@ -98,7 +98,8 @@ def _refuse_modules(original: Callable[..., Any], no_ring: Callable[[str], bool]
 
 
 def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]) -> None:
-    name = getattr(module, "ub_name", None)  # LayerNormMLP has none, and looks after its frozen weights itself
+    # LayerNormMLP has none, and looks after its frozen weights itself. Asking a module for what it lacks takes long.
+    name = vars(module).get("ub_name")
     if module.ub_bulk_wgrad and name is not None and inp.requires_grad and _is_frozen(module):
         raise UBUnsupportedError(
             f"{type(module).__name__} {name!r} has a frozen weight and ub_bulk_wgrad: TE would return "

@@ -180,10 +180,11 @@ PYBIND11_MODULE(active_shape, m) {
            py::arg("multiple"), py::arg("minimum"), py::arg("maximum"))
       .def_property_readonly("ask", &of_one_integer<Ready, &ask>);
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", py::module_local())
-      .def(py::init<py::object, py::dict, py::dict, py::dict, py::object, py::object>(), py::arg("registry"), py::arg("lent"), py::arg("enqueuing"), py::arg("runs"), py::arg("gather"),
-           py::arg("scatter"))
+      .def(py::init<py::object, py::dict, py::dict, py::object, py::object>(), py::arg("registry"), py::arg("lent"),
+           py::arg("enqueuing"), py::arg("gather"), py::arg("scatter"))
       .def("add", &Gate::add, py::arg("communicator"), py::arg("name"), py::arg("index"), py::arg("hidden"),
            py::arg("tp"), py::arg("splits"), py::arg("copies"), py::arg("lends"), py::arg("kinds"))
+      .def("runs", &Gate::runs)
       .def("clear", &Gate::clear)
       .def("generic_gemm", &wrapped<&Gate::gemm, false>, py::arg("original"), py::arg("slow"))
       .def("copy_into_buffer", &wrapped<&Gate::copy, true>, py::arg("original"), py::arg("slow"))

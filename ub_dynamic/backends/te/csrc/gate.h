@@ -8,6 +8,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <cstdint>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -38,25 +40,37 @@ class Gate {
   struct Way {
     py::object original, slow;
   };
-  // `lent`, `enqueuing`, `runs`: the guard's own. `gather`, `scatter`: members of CommOverlapType.
-  Gate(py::object registry, py::dict lent, py::dict enqueuing, py::dict runs, py::object gather, py::object scatter)
-      : owner_(std::move(registry)), registry_(owner_.cast<const Registry *>()), lent_(std::move(lent)), enqueuing_(std::move(enqueuing)), runs_(std::move(runs)),
-        gather_(std::move(gather)), scatter_(std::move(scatter)) {}
+  // `lent`, `enqueuing`: the guard's own. `gather`, `scatter`: members of CommOverlapType.
+  Gate(py::object registry, py::dict lent, py::dict enqueuing, py::object gather, py::object scatter)
+      : owner_(std::move(registry)), registry_(owner_.cast<const Registry *>()), lent_(std::move(lent)),
+        enqueuing_(std::move(enqueuing)), gather_(std::move(gather)), scatter_(std::move(scatter)) {}
 
-  // A communicator that the fast path may pass. `index`: of the registry. `kinds`: keys of `runs` for all-gather and
+  // A communicator that the fast path may pass. `index`: of the registry. `kinds`: keys of `runs()` for all-gather and
   // reduce-scatter that overlap a GEMM, and for both in bulk.
   void add(py::handle communicator, py::str name, size_t index, size_t hidden, size_t tp, bool splits, bool copies,
            bool lends, std::vector<py::object> kinds) {
     if (kinds.size() != 4) throw py::value_error("there are four kinds of overlap");
-    uses_[communicator.ptr()] = std::make_shared<const Use>(
-        Use{std::move(name), index, hidden, tp, splits, copies, lends, std::move(kinds)});
+    uses_.insert_or_assign(communicator.ptr(),
+                           Use{std::move(name), index, hidden, tp, splits, copies, lends, std::move(kinds), {}});
   }
 
-  // From now on every call is passed on; what belongs to the guard is let go of.
+  // How often an overlap of each kind was enqueued. Counted here: to count in a dictionary takes longer than the check.
+  py::dict runs() const {
+    py::dict found;
+    for (const auto &[communicator, use] : uses_) {
+      for (size_t kind = 0; kind < use.runs.size(); ++kind) {
+        if (use.runs[kind] > 0) found[use.kinds[kind]] = use.runs[kind];
+      }
+    }
+    return found;
+  }
+
+  // From now on every call is passed on; what belongs to the guard is let go of. The uses stay, since a call may be in
+  // the middle of one.
   void clear() {
     cleared_ = true;
-    uses_.clear();
-    lent_ = enqueuing_ = runs_ = py::dict();
+    for (auto &[communicator, use] : uses_) use.runs = {};
+    lent_ = enqueuing_ = py::dict();
   }
 
   // generic_gemm(...) of Transformer Engine's extension.
@@ -66,28 +80,28 @@ class Gate {
       const bool looks = PyDict_GET_SIZE(lent_.ptr()) > 0;
       return call(looks ? way.slow : way.original, given);
     }
-    const auto use = find(comm);  // held: the call may take the guard away
+    Use *use = find(comm);
     const int kind = use == nullptr ? -1 : well(*use, comm, given);
     if (kind < 0) return call(cleared_ ? way.original : way.slow, given);
     if (PyDict_GET_SIZE(lent_.ptr()) > 0 && PyDict_Contains(lent_.ptr(), use->name.ptr()) == 1) {
       PyDict_DelItem(lent_.ptr(), use->name.ptr());
     }
     const py::int_ thread(PyThread_get_thread_ident());
-    const py::dict enqueuing = enqueuing_, runs = runs_;
+    const py::dict enqueuing = enqueuing_;  // held: the call may take the guard away
     enqueuing[thread] = use->name;
     PyObject *result = call(way.original, given);
     PyObject *type, *value, *trace;  // an exception of the call stays what it is
     PyErr_Fetch(&type, &value, &trace);
     if (PyDict_DelItem(enqueuing.ptr(), thread.ptr()) != 0) PyErr_Clear();
     PyErr_Restore(type, value, trace);
-    if (result != nullptr) count(runs, use->kinds[static_cast<size_t>(kind)]);
+    if (result != nullptr) ++use->runs[static_cast<size_t>(kind)];
     return result;
   }
 
   // copy_into_buffer(communicator, input, local_chunk=False)
   PyObject *copy(const Way &way, const Arguments &given) {
     PyObject *comm = given.get(0, names().self);
-    const auto use = find(comm);
+    const Use *use = find(comm);
     if (use == nullptr) return call(cleared_ ? way.original : way.slow, given);
     PyObject *input = given.get(1, names().input);
     const int local = truth(given.get(2, names().local_chunk), 0);
@@ -98,7 +112,7 @@ class Gate {
   // get_buffer(communicator, local_chunk=False, shape=None)
   PyObject *get_buffer(const Way &way, const Arguments &given) {
     PyObject *comm = given.get(0, names().self);
-    const auto use = find(comm);
+    const Use *use = find(comm);
     if (use == nullptr) return call(cleared_ ? way.original : way.slow, given);
     PyObject *shape = given.get(2, names().shape);
     const int local = truth(given.get(1, names().local_chunk), 0);
@@ -124,6 +138,7 @@ class Gate {
     bool copies;  // its buffer is a [T, H] that operands are copied into
     bool lends;   // its buffer is handed out before a shape is named
     std::vector<py::object> kinds;
+    std::array<std::int64_t, 4> runs;
   };
 
   // Of a tensor as a matrix: all dimensions but the last together, and the last.
@@ -145,9 +160,10 @@ class Gate {
     return all;
   }
 
-  std::shared_ptr<const Use> find(PyObject *communicator) const {
+  Use *find(PyObject *communicator) {
+    if (cleared_) return nullptr;
     const auto found = uses_.find(communicator);
-    return found == uses_.end() ? nullptr : found->second;
+    return found == uses_.end() ? nullptr : &found->second;
   }
 
   static PyObject *call(const py::object &function, const Arguments &given) {
@@ -222,17 +238,12 @@ class Gate {
     return output.known && output.rows * output.columns * use.tp == tokens * use.hidden;
   }
 
-  static void count(const py::dict &runs, const py::object &kind) {
-    PyObject *before = PyDict_GetItemWithError(runs.ptr(), kind.ptr());
-    runs[kind] = py::int_((before == nullptr ? 0 : PyLong_AsLongLong(before)) + 1);
-  }
-
   bool cleared_ = false;
   py::object owner_;
   const Registry *registry_;  // of owner_
-  py::dict lent_, enqueuing_, runs_;
+  py::dict lent_, enqueuing_;
   py::object gather_, scatter_;
-  std::unordered_map<PyObject *, std::shared_ptr<const Use>> uses_;
+  std::unordered_map<PyObject *, Use> uses_;
 };
 
 // A function that lets a gate decide which of two functions a call takes; it gets the arguments as the interpreter has

@@ -40,11 +40,19 @@ inline py::object alive(const py::weakref &reference) {
 #endif
 }
 
+inline bool refers_to(const py::weakref &reference, PyObject *object) {
+#if PY_VERSION_HEX >= 0x030D0000
+  return alive(reference).ptr() == object;
+#else
+  return PyWeakref_GetObject(reference.ptr()) == object;  // borrowed: nothing to count
+#endif
+}
+
 inline bool is_alive(const py::weakref &reference) {
 #if PY_VERSION_HEX >= 0x030D0000
-  return static_cast<bool>(alive(reference));
+  return !refers_to(reference, nullptr);
 #else
-  return PyWeakref_GetObject(reference.ptr()) != Py_None;  // borrowed: nothing to count
+  return !refers_to(reference, Py_None);
 #endif
 }
 
@@ -176,7 +184,7 @@ class Registry {
   size_t tokens(size_t index, PyObject *communicator) const {
     if (index >= entries_.size()) return 0;
     const auto &entry = entries_[index];
-    return alive(entry.reference).ptr() == communicator ? entry.tokens() : 0;
+    return refers_to(entry.reference, communicator) ? entry.tokens() : 0;
   }
 
   // Transformer Engine's table of communicators is the value of `name` in `names`, its module's namespace. The
