@@ -34,9 +34,10 @@ from .errors import (
     UBTimeoutError,
     UBUnsupportedError,
 )
-from .manager import Manager, Microbatch, ShapeReport
+from .manager import Manager, ShapeReport
 from .packing import PackedBatch
 from .planning import plan_microbatches
+from .scopes import Microbatch
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -15,6 +14,7 @@ from .board import RankBoard
 from .errors import UBCapacityError, UBDynamicError, UBShapeError, UBStateError, UBUnsupportedError
 from .policy import Choices, Policy
 from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
+from .scopes import Microbatch, Scope
 from .shapes import Shape, parse_shape
 from .stages import NOTHING_CHOSEN, Stages
 
@@ -32,19 +32,6 @@ class ShapeReport(NamedTuple):
     updated: tuple[str, ...]
     skipped: MappingProxyType[str, str]
     overlap: Choices = NOTHING_CHOSEN
-
-
-class Microbatch:
-    """The handle of :meth:`Manager.microbatch`: ``tokens``, ``shape``, and the binding of the backward."""
-
-    def __init__(self, manager: Manager, shape: Shape) -> None:
-        self._manager = manager
-        self.shape = shape
-        self.tokens = shape[0]
-
-    def bind_backward(self, output: Output) -> Output:
-        """Let the backward of ``output`` (a tensor, or tensors in a list, tuple or dict) see this microbatch's T."""
-        return self._manager.bind_backward(output, self.shape)
 
 
 class Manager:
@@ -201,29 +188,22 @@ class Manager:
                 raise UBStateError(f"the policy cannot change: {error}") from error
             self._stages = stages
 
-    @contextmanager
-    def active_shape(self, shape: Iterable[int]) -> Iterator[ShapeReport]:
+    def active_shape(self, shape: Iterable[int]) -> Scope[ShapeReport]:
         """``with active_shape([T, H]):`` restores the previous shapes at the end, after exceptions too: that of all
         communicators, and those that :meth:`set_buffer_active_shape` gave to single ones."""
-        before, single = self.active, dict(self._single)
-        report = self.set_active_shape(shape)
-        try:
-            yield report
-        except BaseException:
-            # What ended the block says more than that the shape cannot be restored, which after a failed overlap it
-            # often cannot.
-            with suppress(UBDynamicError):
-                self._restore(before, single)
-            raise
-        self._restore(before, single)
+        return Scope(self, shape)
 
-    def _restore(self, shape: Shape, single: Mapping[str, int]) -> None:
+    def standing_shapes(self) -> tuple[Shape, Mapping[str, int]]:
+        """What :meth:`restore_shapes` restores: the active shape, and T of each single communicator."""
+        return (self._tokens, self._hidden), dict(self._single) if self._single else _NONE
+
+    def restore_shapes(self, shape: Shape, single: Mapping[str, int]) -> None:
+        """Back to what :meth:`standing_shapes` said."""
         self.set_active_shape(shape)
         for name, tokens in single.items():
             self._set_named(tokens, [name])
 
-    @contextmanager
-    def microbatch(self, batch: Any) -> Iterator[Microbatch]:
+    def microbatch(self, batch: Any) -> Scope[Microbatch]:
         """The active shape of one microbatch, in its forward and in its backward.
 
         ``batch``: T, or a :class:`~ub_dynamic.packing.PackedBatch` (:func:`~ub_dynamic.batches.tokens_of` says which
@@ -240,8 +220,7 @@ class Manager:
                 f"not {tokens!r}"
             )
         handle = Microbatch(self, self.check_shape((tokens, self._hidden)))
-        with self.active_shape(handle.shape):
-            yield handle
+        return Scope(self, handle.shape, handle)
 
     def bind_backward(self, output: Output, shape: Iterable[int]) -> Output:
         """Set ``shape`` when the backward of ``output`` starts; returns ``output`` itself, not a view of it.
@@ -385,6 +364,7 @@ def check_arguments(check: Any, timeout_s: Any) -> None:
 
 
 _PLAIN = (list, tuple)
+_NONE: Mapping[str, int] = MappingProxyType({})
 _new_report = tuple.__new__  # a third of the time of ShapeReport(...)
 
 
