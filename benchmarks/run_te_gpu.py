@@ -94,8 +94,8 @@ PARTS: tuple[Part, ...] = (
     # times, and memory of the whole device
     _megatron("megatron_tp2", 2),
     _megatron("megatron_tp2pp2", 4, "--pp", "2"),
-    _benchmark("te_step", 2, 200, "--seconds", "{step}", alone=True),
-    _benchmark("te_step", 4, 200, "--seconds", "{step}", alone=True, gpu=1),
+    _benchmark("te_step", 2, 320, "--seconds", "{step}", alone=True),
+    _benchmark("te_step", 4, 320, "--seconds", "{step}", alone=True, gpu=1),
     _tp_step(2048, 2, "{small}"),
     _tp_step(2048, 4, "{small}"),
     _tp_step(8192, 2, "{step}"),
