@@ -62,7 +62,7 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     if options["no_lengths"]:
         return
     row = tp_step.one_length(
-        world, steps_of, sizes, HOST_TOKENS, ("exact", "dynamic", *tp_step.COSTS), budget.until(HOST)
+        world, steps_of, sizes, min(HOST_TOKENS, capacity), ("exact", "dynamic", *tp_step.COSTS), budget.until(HOST)
     )
     report.row({"tp": world.size, "kind": HOST, **row})
     tokens = real_lengths(options["microbatches"], world.size, capacity)

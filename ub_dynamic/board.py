@@ -53,7 +53,7 @@ class RankBoard:
         self._compared = array("q", [0] * self.size)  # per rank: up to which change it was compared with ours
         self._names: tuple[str, ...] = ()
         self.native: Any = None  # of use_native
-        self._fast: Callable[[int], bool] | None = None
+        self._fast: Callable[[int], bool | None] | None = None
         self._words[self._own + 1] = os.getpid()
         group.barrier("opening the rank board")
 
@@ -76,16 +76,19 @@ class RankBoard:
 
     def exchange(self, tokens: int, communicator: int = 0) -> None:
         """:meth:`publish` and :meth:`check` in one call."""
-        fast = self._fast
-        if fast is None or not fast(communicator << _TOKEN_BITS | tokens if communicator else tokens):
+        made = self._fast(communicator << _TOKEN_BITS | tokens if communicator else tokens) if self._fast else False
+        if made:
+            return
+        if made is False:
             self.publish(tokens, communicator)
-            self.check()
+        self.check()
 
     def use_native(self, make: Callable[..., Any]) -> None:
         """Let native code do :meth:`exchange` while all is well.
 
-        ``make(words, compared, rank, size, slots, ahead)`` returns an object whose ``exchange(tokens)`` publishes and
-        returns True, or finds something to look at, and has done nothing; it works on this board's own memory.
+        ``make(words, compared, rank, size, slots, ahead)`` returns an object whose ``exchange(tokens)`` answers True:
+        published and agreed, False: there is something to look at, and nothing was done, or None: published, and there
+        is something to look at. It works on this board's own memory.
         """
         self.native = make(self._words, self._compared, self.rank, self.size, self._slots, self._ahead)
         self._fast = self.native.exchange

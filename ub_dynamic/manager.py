@@ -198,7 +198,9 @@ class Manager:
         return (self._tokens, self._hidden), dict(self._single) if self._single else _NONE
 
     def restore_shapes(self, shape: Shape, single: Mapping[str, int]) -> None:
-        """Back to what :meth:`standing_shapes` said."""
+        """Back to what :meth:`standing_shapes` said; after :meth:`destroy` there is nothing to restore."""
+        if self._destroyed:
+            return
         self.set_active_shape(shape)
         for name, tokens in single.items():
             self._set_named(tokens, [name])
@@ -266,8 +268,9 @@ class Manager:
         return tokens, hidden
 
     def _change(self, tokens: int) -> None:
-        if self._ready is None or not self._ready(tokens):
-            self._prepare(tokens)
+        ready = self._ready(tokens) if self._ready is not None else False
+        if not ready:
+            self._prepare(tokens, published=ready is None)
         if self._stages.policy is not None:
             self._stages.follow(tokens)
         self.backend.apply(tokens)
@@ -276,8 +279,11 @@ class Manager:
         if self._single:
             self._single = {}
 
-    def _prepare(self, tokens: int) -> None:
+    def _prepare(self, tokens: int, published: bool) -> None:
         """What comes before a change: it is valid, nothing is in its way, and the other ranks hear of it."""
+        if published and self._board is not None:
+            self._board.check()
+            return
         if not self._rule.accepts(tokens):
             self._refuse(tokens)
         self._check_free(tokens)

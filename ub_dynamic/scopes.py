@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from .errors import UBDynamicError
+from .errors import UBDynamicError, UBStateError
 from .shapes import Shape
 
 Entered = TypeVar("Entered")
@@ -38,15 +38,20 @@ class Scope(Generic[Entered]):
 
     def __init__(self, manager: Settable, shape: Iterable[int], handle: Entered | None = None) -> None:
         self._manager, self._shape, self._handle = manager, shape, handle
+        self._before: tuple[Shape, Mapping[str, int]] | None = None
 
     def __enter__(self) -> Entered:
-        self._before = self._manager.standing_shapes()
+        if self._before is not None:
+            raise UBStateError("this scope of a shape was entered already: make one for each block")
+        before = self._manager.standing_shapes()
         report: Entered = self._manager.set_active_shape(self._shape)
+        self._before = before
         return report if self._handle is None else self._handle
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._before is not None
         if kind is None:
             self._manager.restore_shapes(*self._before)
             return

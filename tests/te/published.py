@@ -44,7 +44,7 @@ def python_files(version: str) -> Path:
             _pip(*fetch, f"transformer-engine=={version}")
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 wheel.extractall(Path(folder) / "all", [n for n in wheel.namelist() if n.endswith(".py")])
-            os.replace(Path(folder) / "all", target)
+            _put(Path(folder) / "all", target)
     return target
 
 
@@ -60,8 +60,17 @@ def _binding(version: str) -> Path:
             kept.mkdir()
             for name in ("common_headers", "csrc"):
                 shutil.move(unpacked / name, kept / name)
-            os.replace(kept, target)
+            _put(kept, target)
     return target
+
+
+def _put(kept: Path, target: Path) -> None:
+    """Unless another process was faster."""
+    try:
+        os.replace(kept, target)
+    except OSError:
+        if not target.exists():
+            raise
 
 
 def _scratch(target: Path) -> tempfile.TemporaryDirectory[str]:

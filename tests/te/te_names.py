@@ -51,7 +51,9 @@ def attributes(path: Path) -> set[str]:
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((each.asname, each.name) for each in node.names if each.asname and each.name.startswith(TE))
+            for each in node.names:
+                if each.name.startswith(TE):
+                    yield (each.asname, each.name) if each.asname else (each.name.split(".")[0],) * 2
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith(TE):
             yield from ((each.asname or each.name, f"{node.module}.{each.name}") for each in node.names)
 
@@ -82,7 +84,7 @@ class Binding:
         return re.findall(r'py::arg\("(\w+)"\)', found.group()) if found else []
 
     def communicator_methods(self) -> set[str]:
-        """All that any class of communicators has."""
+        """All that any class of communicators, or an enum beside them, has."""
         return set().union(*(each for name, each in self.members.items() if name.startswith("CommOverlap")))
 
 

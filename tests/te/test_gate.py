@@ -73,8 +73,17 @@ def test_after_remove_everything_passes(world: World, looks: Counter[str]) -> No
     world.backend.connect(None)
     assert tex.generic_gemm is not ours
     ours(weight(), True, rows(12), False, None, comm_overlap=comm("fc1_fprop"), comm_type=AG)  # somebody kept it
+    ours(weight(), True, rows(CAPACITY), False, None, comm_overlap=comm("fc1_fprop"), comm_type=AG)
     assert not looks
     assert not world.backend.guard.runs
+
+
+def test_what_was_counted_stays_counted_once(world: World) -> None:
+    for times in (1, 2):
+        tex.generic_gemm(weight(), True, rows(CAPACITY), False, None, comm_overlap=comm("fc1_fprop"), comm_type=AG)
+        for connected in (True, False, False, True):
+            world.backend.connect(world.manager._on_operand if connected else None)
+            assert world.backend.guard.runs == {("fc1_fprop", "all-gather + GEMM"): times}
 
 
 def test_an_error_of_te_leaves_nothing_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

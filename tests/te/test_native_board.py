@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
+import time
 
 import pytest
+import transformer_engine_torch  # noqa: F401  # its library is what the native file is linked to
 
+from ub_dynamic.backends.te import native
 from ub_dynamic.board import RankBoard
 from ub_dynamic.errors import UBRankMismatchError
 from ub_dynamic.testing.thread_group import on_threads
@@ -15,10 +20,6 @@ pytestmark = pytest.mark.te
 
 
 def boards(size: int, native_ranks: set[int]) -> list[RankBoard]:
-    import transformer_engine_torch  # noqa: F401  (its library is what the native file is linked to)
-
-    from ub_dynamic.backends.te import native
-
     made = on_threads(size, lambda group: RankBoard(group, slots=32, settle_s=0.01, timeout_s=0.1))
     for rank in native_ranks:
         made[rank].use_native(native.load().Board)
@@ -57,8 +58,50 @@ def test_the_native_side_leaves_a_rank_far_ahead_to_the_python_side() -> None:
 
 
 def test_memory_of_another_size_is_refused() -> None:
-    from ub_dynamic.backends.te import native
-
     first, _ = boards(2, set())
     with pytest.raises(RuntimeError, match="rank board"):
         native.load().Board(first._words, first._compared, 0, 3, 32, 8)
+
+
+def test_what_was_not_made_is_compared_again() -> None:
+    first, second, third = boards(3, {0})
+    second.publish(64)
+    third.publish(128)
+    assert first.native.exchange(64) is False
+    assert first.native.exchange(128) is False
+    assert (first.calls, list(first._compared)) == (0, [0, 0, 0])
+    with pytest.raises(UBRankMismatchError, match="rank 10: T = 128; rank 11: T = 64; rank 12: T = 128"):
+        first.exchange(128)
+
+
+def test_of_two_ranks_that_differ_at_the_same_moment_one_sees_it() -> None:
+    """Two processes, each change at once on both; without a second look half of the differences are missed."""
+    changes = 600
+    made = on_threads(2, lambda group: RankBoard(group, slots=4096, settle_s=0.0, timeout_s=0.1))
+    for board in made:
+        board.use_native(native.load().Board)
+    together = memoryview(mmap.mmap(-1, 64)).cast("q")
+    seen = memoryview(mmap.mmap(-1, 16 * changes)).cast("q")
+    child = os.fork()
+    rank = int(child == 0)
+    try:
+        for change in range(changes):
+            _meet(together, rank, 2 * change + 1)
+            seen[2 * change + rank] = made[rank].native.exchange(8 + 8 * rank) is not True
+            _meet(together, rank, 2 * change + 2)
+            if made[rank].calls == change:  # not made, since the other was first
+                made[rank].publish(8 + 8 * rank)
+            for other in range(2):
+                made[rank]._compared[other] = made[rank].calls  # forget it
+    finally:
+        if child == 0:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert all(seen[2 * change] or seen[2 * change + 1] for change in range(changes))
+
+
+def _meet(together: memoryview, rank: int, number: int) -> None:
+    together[rank] = number
+    end = time.monotonic() + 30
+    while together[1 - rank] < number:
+        assert time.monotonic() < end, "the other process has ended"

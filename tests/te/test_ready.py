@@ -54,7 +54,9 @@ def test_a_change_that_may_be_made_is_published(place: Place) -> None:
     place.board.check()
 
 
-@pytest.mark.parametrize("tokens", [0, 8, 15, 17, CAPACITY - 4, CAPACITY + 1, CAPACITY + 8, 1 << 40])
+@pytest.mark.parametrize(
+    "tokens", [-(1 << 70), -8, 0, 8, 15, 17, CAPACITY - 4, CAPACITY + 1, CAPACITY + 8, 1 << 63, 1 << 70]
+)
 def test_t_that_the_rule_refuses(place: Place, tokens: int) -> None:
     assert not RULE.accepts(tokens)
     assert place.ask(tokens) is False
@@ -94,7 +96,7 @@ def test_what_is_in_the_way_leaves_it_to_python(place: Place, what: str, monkeyp
 
 
 def test_the_manager_goes_the_short_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def long_way(tokens: int) -> None:
+    def long_way(tokens: int, published: bool) -> None:
         raise AssertionError(f"T = {tokens} took the long way")
 
     monkeypatch.setattr(place.manager, "_prepare", long_way)
@@ -125,7 +127,30 @@ def test_an_error_of_te_is_not_swallowed(place: Place, monkeypatch: pytest.Monke
     assert place.board.calls == 0
 
 
-def test_a_bad_t_says_what_it_always_said(place: Place) -> None:
-    with pytest.raises(UBShapeError, match="the next valid"):
-        place.manager.set_active_shape([9, HIDDEN])
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (9, "the next valid"),
+        (-8, "tokens and hidden must be positive"),
+        (-(1 << 70), "tokens and hidden must be positive"),
+        (CAPACITY + 8, "exceed"),
+        (1 << 63, "exceed"),
+        (1 << 70, "exceed"),
+    ],
+)
+def test_a_bad_t_says_what_it_always_said(place: Place, tokens: int, text: str) -> None:
+    with pytest.raises(UBShapeError, match=text):
+        place.manager.set_active_shape([tokens, HIDDEN])
     assert place.board.calls == 0
+
+
+def test_a_difference_that_is_seen_after_publishing_is_raised(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_the_same_moment(tokens: int) -> None:
+        place.board.publish(tokens)
+        place.peer.publish(2 * tokens)
+
+    monkeypatch.setattr(place.manager, "_ready", at_the_same_moment)
+    with pytest.raises(UBRankMismatchError, match="rank 10: T = 64; rank 11: T = 128"):
+        place.manager.set_active_shape([64, HIDDEN])
+    assert place.manager.active == (CAPACITY, HIDDEN)
+    assert place.board.calls == 1

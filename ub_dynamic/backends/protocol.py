@@ -61,10 +61,11 @@ class Backend(Protocol):
     def busy(self) -> str | None:
         """Why the shape must not change right now (capture, a filled buffer, an overlap being enqueued), or None."""
 
-    def make_ready(self, rule: TokenRule, board: Any) -> Callable[[int], bool] | None:
+    def make_ready(self, rule: TokenRule, board: Any) -> Callable[[int], bool | None] | None:
         """A function of T that publishes a change on ``board`` (a rank board, or None) and returns True if ``rule``
-        accepts T, nothing is busy and the ranks agree so far; else it returns False, and has done nothing. None: there
-        is no faster way than to ask for these one by one.
+        accepts T, nothing is busy and the ranks agree so far. Else it returns False, and has done nothing; or None, if
+        the change is published and the board has to be checked. None instead of a function: there is no faster way than
+        to ask for these one by one.
         """
 
     def find(self, communicator: object) -> str | None:

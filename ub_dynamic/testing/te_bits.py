@@ -261,12 +261,17 @@ def exact_pass(
                 differences[key] = differing(found[key], exact)
                 # Not with delayed scaling, where a step changes the scales of the next.
                 if recipe != "delayed" and any(world.gather(bool(differences[key]))):
-                    again = [_step(world, sweep, *key, layer) for _ in range(_AGAIN)]
-                    if any(differing(each, exact) for each in again):
+                    again = [_again(world, sweep, key, layer) for _ in range(_AGAIN)]
+                    if differences[key] and any(differing(each, exact) for each in again):
                         unrepeatable.add(key)
                 if index < keep:
                     kept[key] = exact
     return differences, kept, unrepeatable
+
+
+def _again(world: World, sweep: Sweep, key: Key, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    world.barrier()
+    return _step(world, sweep, *key, layer)
 
 
 def plain_pass(world: World, sweep: Sweep, found: Results, exact: Results, cases: int) -> dict[tuple[str, str], _Plain]:

@@ -109,13 +109,13 @@ class TEBackend:
         if self._plans is not None:
             self._plans.follow_choices(follow)
 
-    def make_ready(self, rule: TokenRule, board: RankBoard | None) -> Callable[[int], bool] | None:
+    def make_ready(self, rule: TokenRule, board: RankBoard | None) -> Callable[[int], bool | None] | None:
         if self.native is None or (board is not None and board.native is None):
             return None
         made = self.native.Ready(
             board.native if board else None, *self.guard.under_way(), rule.multiple, rule.minimum, rule.maximum
         )
-        ready: Callable[[int], bool] = made.ask
+        ready: Callable[[int], bool | None] = made.ask
         return ready
 
     def find(self, communicator: object) -> str | None:

@@ -74,7 +74,7 @@ class Guard:
         methods: hazards.Methods = dict,
         make_gate: Callable[..., Any] | None = None,
     ) -> None:
-        self._runs: Counter[tuple[str, str]] = Counter()  # without those of the native path
+        self._runs: Counter[tuple[str, str]] = Counter()  # beside those that the native path has counted since install
         self._communicators = tuple(communicators)
         self._capacity = capacity
         self._nvtx = nvtx
@@ -120,7 +120,9 @@ class Guard:
 
     @property
     def runs(self) -> Counter[tuple[str, str]]:
-        """How many overlaps were enqueued so far, by ``(communicator, kind)``."""
+        """How many overlaps were enqueued so far, by ``(communicator, kind)``; one that is under way while the guard is
+        put in anew is left out.
+        """
         return self._runs + Counter({} if self._gate is None else self._gate.runs())
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:

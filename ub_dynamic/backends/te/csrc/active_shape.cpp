@@ -142,9 +142,20 @@ PyObject *apply(Registry &registry, Py_ssize_t tokens) {
   Py_RETURN_NONE;
 }
 
-PyObject *exchange(Board &board, Py_ssize_t tokens) { return PyBool_FromLong(board.exchange(tokens)); }
+// True: agreed. False: nothing was done. None: published, and to be looked at.
+PyObject *as_object(Board::Answer answer) {
+  if (answer == Board::Answer::kPublished) Py_RETURN_NONE;
+  return PyBool_FromLong(answer == Board::Answer::kAgreed);
+}
 
-PyObject *ask(Ready &ready, Py_ssize_t tokens) { return PyBool_FromLong(ready.ask(tokens)); }
+PyObject *exchange(Board &board, Py_ssize_t tokens) { return as_object(board.exchange(tokens)); }
+
+PyObject *ask(Ready &ready, PyObject *tokens) {
+  int beyond = 0;  // an integer that is too large here, which Python refuses by its value
+  const long long value = PyLong_AsLongLongAndOverflow(tokens, &beyond);
+  if (value == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  return as_object(beyond == 0 ? ready.ask(value) : Board::Answer::kNotMade);
+}
 
 PyObject *switch_to(Registry &registry, PyObject *plan) {
   registry.switch_to(py::handle(plan).cast<const Plan &>());
@@ -178,7 +189,7 @@ PYBIND11_MODULE(active_shape, m) {
       .def(py::init<py::object, py::dict, py::dict, py::dict, py::object, std::int64_t, std::int64_t, std::int64_t>(),
            py::arg("board"), py::arg("lent"), py::arg("enqueuing"), py::arg("captures"), py::arg("capturing"),
            py::arg("multiple"), py::arg("minimum"), py::arg("maximum"))
-      .def_property_readonly("ask", &of_one_integer<Ready, &ask>);
+      .def_property_readonly("ask", &of_one_object<Ready, &ask>);
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate", py::module_local())
       .def(py::init<py::object, py::dict, py::dict, py::object, py::object>(), py::arg("registry"), py::arg("lent"),
            py::arg("enqueuing"), py::arg("gather"), py::arg("scatter"))

@@ -28,19 +28,29 @@ class Board {
     if (!fits) throw std::runtime_error("the memory of the rank board does not have the expected size");
   }
 
-  // Publishes the next change of this rank. False, and nothing is published, if the Python side has to look.
-  bool exchange(std::int64_t tokens) {
+  // What became of a change: the Python side has to look where it is not agreed on.
+  enum class Answer { kNotMade, kAgreed, kPublished };
+
+  // Publishes the next change of this rank if the others agree as far as they are, and looks at them again: of two
+  // ranks that differ and publish at the same moment, one sees the other.
+  Answer exchange(std::int64_t tokens) {
     std::int64_t *own = words_ + rank_ * (kHeader + slots_);
     const std::int64_t calls = own[0] + 1, record = calls << 32 | tokens;
-    for (std::int64_t rank = 0; rank < size_; ++rank) {
-      if (rank != rank_ && !agrees(own, rank, calls, record)) return false;
-    }
+    if (!all_agree(own, calls, record)) return Answer::kNotMade;
     __atomic_store_n(own + kHeader + calls % slots_, record, __ATOMIC_RELEASE);
     __atomic_store_n(own, calls, __ATOMIC_RELEASE);
-    return true;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return all_agree(own, calls, record) ? Answer::kAgreed : Answer::kPublished;
   }
 
  private:
+  bool all_agree(const std::int64_t *own, std::int64_t calls, std::int64_t record) {
+    for (std::int64_t rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && !agrees(own, rank, calls, record)) return false;
+    }
+    return true;
+  }
+
   // Whether the other rank's records are ours, up to change number `calls`, of which ours will be `record`. Reads the
   // other rank's records alone, one cache line: a record says itself which change it is of.
   bool agrees(const std::int64_t *own, std::int64_t rank, std::int64_t calls, std::int64_t record) {
@@ -50,7 +60,7 @@ class Board {
       const std::int64_t theirs = __atomic_load_n(other + slot, __ATOMIC_ACQUIRE);
       if (theirs >> 32 < call) break;  // not made yet
       if (theirs != (call == calls ? record : own[slot])) return false;
-      compared_[rank] = call;
+      if (call <= own[0]) compared_[rank] = call;  // not before ours is published
     }
     return calls - compared_[rank] <= ahead_;
   }

@@ -2,7 +2,7 @@
 // The fast path of a change of shape: whether it may be made, and the other ranks told of it, in one call.
 //
 // What is asked, and every error, are those of ub_dynamic/manager.py. This only answers whether all is well; where it
-// is not, nothing was done, and the Python side looks again and says what is wrong.
+// is not, the Python side looks again and says what is wrong.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -29,11 +29,13 @@ class Ready {
     if (multiple < 1) throw py::value_error("multiple must be at least 1");
   }
 
-  // True if all communicators may have that many tokens from now on, which is published then.
-  bool ask(std::int64_t tokens) {
-    if (tokens < minimum_ || tokens > maximum_ || tokens % multiple_ != 0) return false;
-    if (!empty(lent_) || !empty(enqueuing_) || !empty(captures_) || te_captures()) return false;
-    return board_ == nullptr || board_->exchange(tokens);
+  using Answer = Board::Answer;
+
+  // Whether all communicators may have that many tokens from now on, which is published then.
+  Answer ask(std::int64_t tokens) {
+    if (tokens < minimum_ || tokens > maximum_ || tokens % multiple_ != 0) return Answer::kNotMade;
+    if (!empty(lent_) || !empty(enqueuing_) || !empty(captures_) || te_captures()) return Answer::kNotMade;
+    return board_ == nullptr ? Answer::kAgreed : board_->exchange(tokens);
   }
 
  private:
