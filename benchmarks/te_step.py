@@ -51,7 +51,8 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     start = max(world.gather(time.monotonic()))
     if world.rank == 0:
         print(f"ready after {start - _START:.1f} s", flush=True)
-    budget = Budget(options["seconds"] - (start - _START) - 4.0, SHARES)
+    alone = {part: share for part, share in SHARES.items() if not isinstance(part, str)}
+    budget = Budget(options["seconds"] - (start - _START) - 4.0, alone if options["no_lengths"] else SHARES)
     for fraction in FRACTIONS:
         arms = (*ARMS, *tp_step.COSTS) if fraction == min(FRACTIONS) else ARMS
         tokens = int(capacity * fraction)
