@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from .backends.protocol import Backend
 from .batches import tensors_of, tokens_of
 from .board import RankBoard
-from .errors import UBCapacityError, UBDynamicError, UBShapeError, UBStateError, UBUnsupportedError
+from .errors import UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
 from .policy import Choices, Policy
 from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
 from .scopes import Microbatch, Scope
@@ -179,13 +179,7 @@ class Manager:
         with self._lock:
             if busy := self.backend.busy():
                 raise UBStateError(f"the policy cannot change now: {busy}")
-            try:
-                stages.stand(self._tokens)
-            except UBDynamicError:
-                raise  # and nothing was changed
-            except RuntimeError as error:  # somebody has taken the communicators apart
-                self.backend.follow_choices(self._stages.policy is not None)
-                raise UBStateError(f"the policy cannot change: {error}") from error
+            stages.take_over(self._stages, self._tokens)
             self._stages = stages
 
     def active_shape(self, shape: Iterable[int]) -> Scope[ShapeReport]:

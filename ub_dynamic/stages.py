@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .backends.protocol import Backend
-from .errors import UBUnsupportedError
+from .errors import UBDynamicError, UBStateError, UBUnsupportedError
 from .overlap import OverlapConfig
 from .policy import Choice, Choices, Policy
 
@@ -45,6 +45,18 @@ class Stages:
         self._standing = self._followed.stage(tokens)
         self._backend.switch(self._plans[self._standing])
         self.choices = self._followed.stages[self._standing]
+
+    def take_over(self, before: Stages, tokens: int) -> None:
+        """:meth:`stand` instead of ``before``, which goes on where that fails; :class:`UBStateError` where somebody has
+        taken the communicators apart.
+        """
+        try:
+            self.stand(tokens)
+        except UBDynamicError:
+            raise  # and nothing was changed
+        except RuntimeError as error:
+            self._backend.follow_choices(before.policy is not None)
+            raise UBStateError(f"the policy cannot change: {error}") from error
 
     def follow(self, tokens: int) -> None:
         """Go on to the stage of T; the backend hears of it only where the plan differs. Host only, no allocation."""
