@@ -74,13 +74,9 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Those of the steps, and microseconds of the host a step: of the guard, of auto, of dynamic in all."""
     made = tp_step.figures(rows)
-    host = [row for row in rows if row.get("kind") == HOST]
-    for name, over, under in (
-        ("guard", "dynamic", "unguarded"),
-        ("auto", "auto", "unguarded"),
-        ("all", "dynamic", "exact"),
-    ):
-        if host:
+    if host := [row for row in rows if row.get("kind") == HOST]:
+        compared = {"guard": ("dynamic", "unguarded"), "auto": ("auto", "unguarded"), "all": ("dynamic", "exact")}
+        for name, (over, under) in compared.items():
             made[f"host_us_{name}"] = 1000 * max(row[f"{over}_ms"] - row[f"{under}_ms"] for row in host)
     return made
 

@@ -263,8 +263,10 @@ class Manager:
 
     def _change(self, tokens: int) -> None:
         ready = self._ready(tokens) if self._ready is not None else False
-        if not ready:
-            self._prepare(tokens, published=ready is None)
+        if ready is False:
+            self._prepare(tokens)
+        elif ready is None and self._board is not None:  # published, and another rank differs
+            self._board.check()
         if self._stages.policy is not None:
             self._stages.follow(tokens)
         self.backend.apply(tokens)
@@ -273,11 +275,8 @@ class Manager:
         if self._single:
             self._single = {}
 
-    def _prepare(self, tokens: int, published: bool) -> None:
+    def _prepare(self, tokens: int) -> None:
         """What comes before a change: it is valid, nothing is in its way, and the other ranks hear of it."""
-        if published and self._board is not None:
-            self._board.check()
-            return
         if not self._rule.accepts(tokens):
             self._refuse(tokens)
         self._check_free(tokens)

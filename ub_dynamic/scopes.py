@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -52,13 +51,13 @@ class Scope(Generic[Entered]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._before is not None
-        if kind is None:
+        try:
             self._manager.restore_shapes(*self._before)
-            return
-        # What ended the block says more than that the shape cannot be restored, which after a failed overlap it often
-        # cannot.
-        with suppress(UBDynamicError):
-            self._manager.restore_shapes(*self._before)
+        except UBDynamicError:
+            # What ended the block says more than that the shape cannot be restored, which after a failed overlap it
+            # often cannot.
+            if kind is None:
+                raise
 
 
 class Microbatch:

@@ -11,7 +11,6 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 TE, BINDING = "transformer_engine", "transformer_engine_torch"
@@ -93,6 +92,7 @@ class Package:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._trees: dict[str, ast.Module] = {}
 
     def lacks(self, use: Use) -> str | None:
         """What of a use is not there, or None."""
@@ -141,10 +141,6 @@ class Package:
             file = self._file(module)
             self._trees[module] = ast.parse(file.read_text() if file else "")
         return self._trees[module]
-
-    @cached_property
-    def _trees(self) -> dict[str, ast.Module]:
-        return {}
 
     def _file(self, module: str) -> Path | None:
         place = self._root / module.replace(".", "/")

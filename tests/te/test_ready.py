@@ -96,7 +96,7 @@ def test_what_is_in_the_way_leaves_it_to_python(place: Place, what: str, monkeyp
 
 
 def test_the_manager_goes_the_short_way(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def long_way(tokens: int, published: bool) -> None:
+    def long_way(tokens: int) -> None:
         raise AssertionError(f"T = {tokens} took the long way")
 
     monkeypatch.setattr(place.manager, "_prepare", long_way)

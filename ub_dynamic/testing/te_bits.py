@@ -36,7 +36,7 @@ from .te_world import World, poison, quantization_modes, stock_userbuffers, ub_c
 
 Key = tuple[int, str, str]  # index of T, recipe, layer kind
 Results = dict[Key, dict[str, torch.Tensor]]
-_AGAIN = 3  # so often TE runs a step again that differs
+_REPEATS = 3  # so often TE runs a step again that differs
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def exact_pass(
                 differences[key] = differing(found[key], exact)
                 # Not with delayed scaling, where a step changes the scales of the next.
                 if recipe != "delayed" and any(world.gather(bool(differences[key]))):
-                    again = [_again(world, sweep, key, layer) for _ in range(_AGAIN)]
+                    again = [_repeated(world, sweep, key, layer) for _ in range(_REPEATS)]
                     if differences[key] and any(differing(each, exact) for each in again):
                         unrepeatable.add(key)
                 if index < keep:
@@ -269,7 +269,7 @@ def exact_pass(
     return differences, kept, unrepeatable
 
 
-def _again(world: World, sweep: Sweep, key: Key, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _repeated(world: World, sweep: Sweep, key: Key, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     world.barrier()
     return _step(world, sweep, *key, layer)
 

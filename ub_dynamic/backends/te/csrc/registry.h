@@ -40,22 +40,6 @@ inline py::object alive(const py::weakref &reference) {
 #endif
 }
 
-inline bool refers_to(const py::weakref &reference, PyObject *object) {
-#if PY_VERSION_HEX >= 0x030D0000
-  return alive(reference).ptr() == object;
-#else
-  return PyWeakref_GetObject(reference.ptr()) == object;  // borrowed: nothing to count
-#endif
-}
-
-inline bool is_alive(const py::weakref &reference) {
-#if PY_VERSION_HEX >= 0x030D0000
-  return !refers_to(reference, nullptr);
-#else
-  return !refers_to(reference, Py_None);
-#endif
-}
-
 // One communicator with all that a change of shape needs.
 struct Entry {
   py::weakref reference;
@@ -94,7 +78,7 @@ struct Entry {
   }
 
   void check_alive() const {
-    if (!is_alive(reference)) throw std::runtime_error("a communicator was destroyed behind the registry's back");
+    if (!alive(reference)) throw std::runtime_error("a communicator was destroyed behind the registry's back");
   }
 };
 
@@ -184,7 +168,7 @@ class Registry {
   size_t tokens(size_t index, PyObject *communicator) const {
     if (index >= entries_.size()) return 0;
     const auto &entry = entries_[index];
-    return refers_to(entry.reference, communicator) ? entry.tokens() : 0;
+    return alive(entry.reference).ptr() == communicator ? entry.tokens() : 0;
   }
 
   // Transformer Engine's table of communicators is the value of `name` in `names`, its module's namespace. The
