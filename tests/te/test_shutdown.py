@@ -11,6 +11,7 @@ from typing import Any
 
 import fakes
 import pytest
+import torch
 import transformer_engine.pytorch.module.base as base
 
 from ub_dynamic.backends.te import native, shutdown
@@ -84,6 +85,52 @@ def test_a_survivor_is_named_with_its_holder(table: dict[Any, Any], caplog: pyte
     del kept_by_a_loop
     gc.collect()
     assert reference() is not None  # it can never be destroyed any more
+
+
+class _Noting(torch.autograd.Function):
+    """A backward that leaves its communicator on its node, as TE's do."""
+
+    @staticmethod
+    def forward(ctx: Any, comms: list[Any], operand: torch.Tensor) -> torch.Tensor:
+        ctx.comms = comms
+        return operand * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.ub_obj_gradout = ctx.comms.pop()
+        return None, gradient * 2
+
+
+def test_a_loss_that_is_still_there_is_no_survivor(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    backend = make(table)
+    references = [comm.reference for comm in backend.communicators]
+    for comm in table.values():
+        release(comm)
+    del comm
+    loss = _Noting.apply(list(table.values()), torch.ones(2, requires_grad=True)).sum()
+    table.clear()
+    loss.backward()
+    node = loss.grad_fn.next_functions[0][0]
+    assert node.ub_obj_gradout is not None
+    node.comms.clear()
+    backend.destroy()
+    assert node.ub_obj_gradout is None
+    assert [reference() for reference in references] == [None, None]
+    assert not caplog.records
+
+
+class _Keeper:
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        vars(self)  # a dict of its own, as every object has before Python 3.11
+
+
+def test_a_survivor_in_an_attribute(table: dict[Any, Any]) -> None:
+    keeper = _Keeper(table["qkv_fprop", fakes.MODES.NONE])
+    found = shutdown.holders({"qkv_fprop": weakref.ref(keeper.comm)})["qkv_fprop"]
+    assert "a _Keeper in variable keeper of test_a_survivor_in_an_attribute" in found
+    shutdown.release_from_nodes({"qkv_fprop": weakref.ref(keeper.comm)})
+    assert keeper.comm is not None  # nobody's autograd node
 
 
 def test_a_survivor_in_a_container(table: dict[Any, Any]) -> None:

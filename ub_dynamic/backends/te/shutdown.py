@@ -73,6 +73,7 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
     stock("destroy_ub")()
     if any(reference() is not None for reference in references.values()):
         gc.collect()  # a cycle, such as a traceback's, is no owner
+        release_from_nodes(references)
     survivors = [name for name, reference in references.items() if reference() is not None]
     if survivors:
         held = holders({name: references[name] for name in survivors})
@@ -91,6 +92,26 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
     return survivors
 
 
+def release_from_nodes(references: Mapping[str, weakref.ref[Any]]) -> None:
+    """Take these objects from autograd's nodes: TE's backward leaves the communicator that it used there
+    (``ctx.ub_obj_gradout``), and the nodes live as long as the loss does. Nothing can use them any more.
+    """
+    for reference in references.values():
+        comm = reference()
+        for attributes in () if comm is None else gc.get_referrers(comm):
+            if isinstance(attributes, dict) and isinstance(_owner(attributes), torch.autograd.function.BackwardCFunction):
+                for name in [name for name, value in attributes.items() if value is comm]:
+                    attributes[name] = None
+
+
+def _owner(attributes: dict[str, Any]) -> object | None:
+    """The object whose ``__dict__`` this is, or None."""
+    for candidate in gc.get_referrers(attributes):
+        if getattr(candidate, "__dict__", None) is attributes:
+            return candidate
+    return None
+
+
 def holders(references: Mapping[str, weakref.ref[Any]]) -> dict[str, str]:
     """Who refers to each object, as well as Python can tell: variables, containers by type and variable."""
     # Before variables are read: reading a frame's makes a dict of them, which would be found as a holder.
@@ -102,8 +123,9 @@ def holders(references: Mapping[str, weakref.ref[Any]]) -> dict[str, str]:
         for holder in referrers[name]:
             if isinstance(holder, types.FrameType) or id(holder) in namespaces:
                 continue  # named above
-            where = names.get(id(holder))
-            texts.append(f"a {type(holder).__name__}" + (f" in variable {where[0]}" if where else ""))
+            owner = (_owner(holder) if isinstance(holder, dict) else None) or holder
+            where = names.get(id(owner))
+            texts.append(f"a {type(owner).__name__}" + (f" in variable {where[0]}" if where else ""))
         found[name] = ", ".join(texts) or "native code"
     return found
 
