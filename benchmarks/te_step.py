@@ -6,8 +6,7 @@
 
 One step is forward and backward of ``te.LayerNormMLP(H, 4H)`` in BF16 with TE's default overlaps, by
 :mod:`ub_dynamic.bench.tp_step`, which says how arms are compared; then one step for each of real microbatches, four
-source files of the standard library each, dynamic and padded to capacity in turns. The row "host" is taken at a T so
-small that the host is the limit: what an arm costs there is time of the host, which a longer step hides.
+source files of the standard library each, dynamic and padded to capacity in turns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _START = time.monotonic()  # importing torch counts, too
 import argparse  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable, Mapping, Sequence  # noqa: E402
+from collections.abc import Callable, Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -34,12 +33,12 @@ from ub_dynamic.bench.report import Budget, Report  # noqa: E402
 from ub_dynamic.bench.worlds import World  # noqa: E402
 from ub_dynamic.planning import plan_fixed_count  # noqa: E402
 
+figures = tp_step.figures  # of the rows, where every one of these programs has it
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)
 ARMS = ("exact", "dynamic", "pad")
-LENGTHS, HOST = "lengths", "host"
-HOST_TOKENS = 512  # where a step takes the device a third of what it takes the host
+LENGTHS = "lengths"
 # Of the time; at the smallest T, where a step is shortest, the costs of guard and auto are asked for as well.
-SHARES: Mapping[Any, float] = {1.0: 0.12, 0.75: 0.12, 0.5: 0.12, 0.25: 0.15, 0.125: 0.30, HOST: 0.09, LENGTHS: 0.10}
+SHARES: Mapping[Any, float] = {1.0: 0.12, 0.75: 0.12, 0.5: 0.12, 0.25: 0.18, 0.125: 0.34, LENGTHS: 0.12}
 
 
 def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
@@ -62,23 +61,9 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
             print({key: round(value, 4) for key, value in row.items() if isinstance(value, float)}, flush=True)
     if options["no_lengths"]:
         return
-    row = tp_step.one_length(
-        world, steps_of, sizes, min(HOST_TOKENS, capacity), ("exact", "dynamic", *tp_step.COSTS), budget.until(HOST)
-    )
-    report.row({"tp": world.size, "kind": HOST, **row})
     tokens = real_lengths(options["microbatches"], world.size, capacity)
     row = one_workload(world, steps_of, capacity, tokens, ("dynamic", "pad"), budget.until(LENGTHS))
     report.row({"tp": world.size, "kind": "lengths", **row})
-
-
-def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Those of the steps, and microseconds of the host a step: of the guard, of auto, of dynamic in all."""
-    made = tp_step.figures(rows)
-    if host := [row for row in rows if row.get("kind") == HOST]:
-        compared = {"guard": ("dynamic", "unguarded"), "auto": ("auto", "unguarded"), "all": ("dynamic", "exact")}
-        for name, (over, under) in compared.items():
-            made[f"host_us_{name}"] = 1000 * max(row[f"{over}_ms"] - row[f"{under}_ms"] for row in host)
-    return made
 
 
 def real_lengths(count: int, tp: int, capacity: int) -> list[int]:

@@ -20,19 +20,19 @@ def summarise(settings: argparse.Namespace, work: Any, runs: Sequence[Any]) -> d
         "token_ratio": work.token_ratio,
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()},
         "modes": {run.mode: _mode(run) for run in runs},
-        "figures": compare(runs, work.token_ratio),
+        "figures": compare(runs),
         "rows": [row for run in runs for row in run.rows()],
     }
 
 
-def compare(runs: Sequence[Any], token_ratio: float) -> dict[str, float]:
+def compare(runs: Sequence[Any]) -> dict[str, float]:
     """How far dynamic is from the run without TP overlap (from pad where that did not run), and its time over pad's.
 
     The first step is left out of the times, and of the token ratio that they are compared with.
     """
     by_mode = {run.mode: run.steps for run in runs}
     dynamic, pad = by_mode.get("dynamic"), by_mode.get("pad")
-    figures: dict[str, float] = {"token_ratio": token_ratio}
+    figures: dict[str, float] = {}
     if dynamic is not None:
         figures["iterations"] = len(dynamic)
         for name, reference in (("none", by_mode.get("none")), ("pad", pad)):

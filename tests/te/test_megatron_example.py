@@ -111,7 +111,7 @@ def test_figures() -> None:
         ]
         return SimpleNamespace(mode=mode, steps=steps)
 
-    figures = compare([run("dynamic", 1.0, 0.5), run("pad", 1.25, 1.0), run("none", 1.5, 2.0)], 0.6)
+    figures = compare([run("dynamic", 1.0, 0.5), run("pad", 1.25, 1.0), run("none", 1.5, 2.0)])
     assert figures == {
         "token_ratio": 0.5,  # of the steps that count, not of all
         "iterations": 3,

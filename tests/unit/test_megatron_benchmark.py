@@ -46,7 +46,7 @@ def test_arguments_and_names(program: ModuleType) -> None:
     settings = program.settings_of(options, "full")
     assert (settings.tp, settings.pp, settings.recompute, settings.hidden) == (2, 2, "full", 1024)
     timed = program.timed_settings_of(options)
-    assert (timed.hidden, timed.max_document, timed.pp, timed.layers) == (4096, 8192, 2, settings.layers)
+    assert (timed.hidden, timed.max_document, timed.pp, timed.layers) == (4096, 2048, 2, settings.layers)
     with pytest.raises(Exception, match="the next valid value is 6"):
         program.parse(["--pp", "2", "--layers", "5"])
 

@@ -99,7 +99,8 @@ def release_from_nodes(references: Mapping[str, weakref.ref[Any]]) -> None:
     for reference in references.values():
         comm = reference()
         for attributes in () if comm is None else gc.get_referrers(comm):
-            if isinstance(attributes, dict) and isinstance(_owner(attributes), torch.autograd.function.BackwardCFunction):
+            owner = _owner(attributes) if isinstance(attributes, dict) else None
+            if isinstance(owner, torch.autograd.function.BackwardCFunction):
                 for name in [name for name, value in attributes.items() if value is comm]:
                     attributes[name] = None
 
