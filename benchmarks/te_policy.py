@@ -18,7 +18,7 @@ import _one_gpu
 
 import ub_dynamic as ubd
 from ub_dynamic.testing import te_policy
-from ub_dynamic.testing.te_memory import alternate, device_bytes, initialise, resident_bytes, time_calls
+from ub_dynamic.testing.te_memory import alternate, growth, initialise, time_calls
 from ub_dynamic.testing.te_world import keep_to_own_processors, ub_cfgs_with_room
 
 _ROUNDS = (False, True, True, False) * 3  # without a policy, with, with, without
@@ -34,7 +34,7 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
     found = te_policy.stages(world, options.seed)
     policy, lengths = te_policy.policy_of_stages(found), tuple(found)
     taken: dict[bool, list[float]] = {False: [], True: []}
-    growth: list[int] = []
+    left: dict[str, int] = {}
     for chooses in _ROUNDS:
         manager = initialise(
             world,
@@ -45,8 +45,8 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
         alternate(world, lengths, te_policy.HIDDEN, 2000)
         world.barrier()
         taken[chooses].append(statistics.median(time_calls(world, lengths, te_policy.HIDDEN, options.timed)))
-        if chooses and not growth:
-            growth.append(_growth(world, lengths, options.switches))
+        if chooses and not left:
+            left = growth(world, lengths, te_policy.HIDDEN, options.switches)
         communicators = len(manager.backend.specs) + len(manager.backend.skipped)
         del manager
         world.barrier()
@@ -59,20 +59,11 @@ def measure(world: Any, options: argparse.Namespace, add: Callable[[Mapping[str,
         "set_shape_with_policy_median_us": chosen,
         "switch_cost_us": chosen - without,
         "calls": options.switches,
-        "switching_growth_bytes": max(growth),
+        "switching_growth_bytes": sum(left.values()),
         "communicators": more,
     }
     rows = world.gather(row)
     add({"kind": "cost", **{key: max(each[key] for each in rows) for key in row}})
-
-
-def _growth(world: Any, lengths: Sequence[int], calls: int) -> int:
-    """Bytes that ``calls`` switches leave behind, on the host and on the device."""
-    alternate(world, lengths, te_policy.HIDDEN, calls)  # pages that allocators take once, for gloo's barriers too
-    device, host = device_bytes(world), resident_bytes()
-    alternate(world, lengths, te_policy.HIDDEN, calls)
-    host = resident_bytes() - host
-    return max(0, host) + max(0, device_bytes(world) - device)
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

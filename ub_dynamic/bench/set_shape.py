@@ -106,7 +106,7 @@ def _call(world: World, every: Sequence[tuple[int, int]], calls: int, nanosecond
 
 
 def _on_gpus(world: TEWorld, options: Mapping[str, Any], report: Report) -> None:
-    from ..testing.te_memory import alternate, cuda_calls, initialise, time_calls
+    from ..testing.te_memory import alternate, cuda_calls, growth, initialise, time_calls
 
     ranks, timed = world.world, options["timed"]
     for modes in (("none",), ("none", "fp8")):
@@ -127,33 +127,14 @@ def _on_gpus(world: TEWorld, options: Mapping[str, Any], report: Report) -> None
             }
             report.row({"tp": world.size, **row, **_worst(world, row)})
             if modes == ("none",) and check == "deferred":
-                row.update(_growth(world, options["calls"]))
+                calls = options["calls"]
+                row.update({"calls": calls, **growth(ranks, TE_LENGTHS, TE_HIDDEN, calls)})
                 report.row({"tp": world.size, **row, **_worst(world, row)})
                 # after the rest: a profiler that does not work here ends the ranks
                 row = {"check": check, "cuda_calls": len(cuda_calls(ranks, TE_LENGTHS, TE_HIDDEN))}
                 report.row({"tp": world.size, **row, **_worst(world, row)})
             del manager
             world.destroy()
-
-
-def _growth(world: TEWorld, calls: int) -> dict[str, Any]:
-    """Memory of the host and the device before and after ``calls`` changes."""
-    import torch
-
-    from ..testing.te_memory import alternate, device_bytes, resident_bytes
-
-    ranks = world.world
-    alternate(ranks, TE_LENGTHS, TE_HIDDEN, calls)  # pages that allocators take once, for gloo's barriers too
-    device, host, allocated = device_bytes(ranks), resident_bytes(), torch.cuda.memory_allocated()
-    alternate(ranks, TE_LENGTHS, TE_HIDDEN, calls)
-    host = resident_bytes() - host
-    allocated = torch.cuda.memory_allocated() - allocated
-    return {
-        "calls": calls,
-        "host_growth_bytes": max(0, host),
-        "device_growth_bytes": max(0, device_bytes(ranks) - device),
-        "allocator_growth_bytes": max(0, allocated),
-    }
 
 
 def _worst(world: World, row: Mapping[str, Any]) -> dict[str, Any]:

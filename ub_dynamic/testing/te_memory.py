@@ -46,6 +46,26 @@ def alternate(world: World, lengths: Sequence[int], hidden: int, calls: int) -> 
         world.meet()
 
 
+def growth(world: World, lengths: Sequence[int], hidden: int, calls: int, rounds: int = 2) -> dict[str, int]:
+    """Bytes that ``calls`` changes leave behind: on the host, on the device, in torch's allocator.
+
+    On the host the least of some rounds: what an allocator takes once more after a collection is in one of them, what
+    is lost at a change is in each.
+    """
+    alternate(world, lengths, hidden, calls)  # pages that allocators take once, for gloo's barriers too
+    device, allocated = device_bytes(world), torch.cuda.memory_allocated()
+    host = []
+    for _ in range(rounds):
+        before = resident_bytes()
+        alternate(world, lengths, hidden, calls)
+        host.append(resident_bytes() - before)
+    return {
+        "host_growth_bytes": max(0, min(host)),
+        "device_growth_bytes": max(0, device_bytes(world) - device),
+        "allocator_growth_bytes": max(0, torch.cuda.memory_allocated() - allocated),
+    }
+
+
 def time_calls(world: World, lengths: Sequence[int], hidden: int, calls: int) -> list[float]:
     """Microseconds of each of ``calls`` changes, as Python sees them (the clock's own cost taken off)."""
     shapes = [[tokens, hidden] for tokens in lengths]
