@@ -58,7 +58,7 @@ def test_figures_take_the_worst_of_all_kinds_of_recomputation(program: ModuleTyp
             rows += [
                 row("dynamic", step, recompute=recompute, loss=2.0 + off, seconds=9.0),
                 row("pad", step, recompute=recompute, loss=2.0 + off / 2),
-                row("none", step, recompute=recompute, grad_norm=1.25),
+                row("none", step, recompute=recompute, grad_norm=1.25, overlaps=0),
             ]
     for mode, seconds, tokens in (("dynamic", 0.61, 6), ("pad", 1.0, 10)):
         timed = {"part": "time", "loss": 5.0, "overlaps": 60}
