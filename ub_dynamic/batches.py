@@ -24,7 +24,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
         for value in output.values():
             yield from tensors_of(value)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from tensors_of(vars(output))
+        yield from tensors_of([getattr(output, each.name, None) for each in dataclasses.fields(output)])
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from tensors_of(value)

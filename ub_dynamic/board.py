@@ -134,7 +134,10 @@ class RankBoard:
             ours = self._words[self._own + _HEADER + call % self._slots]
             if theirs == ours:
                 continue
-            if theirs >> 32 != call:
+            if theirs >> 32 < call:  # counted, and not visible here yet: processors may reorder the two
+                self._compared[rank] = call - 1
+                return
+            if theirs >> 32 > call:
                 raise UBRankMismatchError(
                     f"this rank is {(theirs >> 32) - call} shape changes behind rank {self.members[rank]}; "
                     "it skips calls. "

@@ -165,7 +165,8 @@ class Manager:
 
         Host only; the active shape stays. It takes configurations that ``initialize_ub`` made communicators for, those
         of the policy given there. Every TP rank calls it at the same point with the same policy: the ranks compare
-        T, not policies. With TE a layer overlaps only if it was built to.
+        T, not policies. With TE a layer overlaps only if it was built to. Call it between steps: a backward whose
+        forward ran under another policy is refused where it would overlap in another way.
 
         Raises :class:`UBUnsupportedError` or :class:`UBShapeError` with the reason for a policy that the backend
         cannot follow, :class:`UBStateError` during capture, in the middle of an overlap or after :meth:`destroy`.
@@ -191,10 +192,15 @@ class Manager:
         """What :meth:`restore_shapes` restores: the active shape, and T of each single communicator."""
         return (self._tokens, self._hidden), dict(self._single) if self._single else _NONE
 
-    def restore_shapes(self, shape: Shape, single: Mapping[str, int]) -> None:
-        """Back to what :meth:`standing_shapes` said; after :meth:`destroy` there is nothing to restore."""
+    def restore_shapes(self, shape: Shape, single: Mapping[str, int], given_up: bool = False) -> None:
+        """Back to what :meth:`standing_shapes` said; after :meth:`destroy` there is nothing to restore.
+
+        ``given_up``: an exception ended what was under way, so that no filled buffer waits for its GEMM any more.
+        """
         if self._destroyed:
             return
+        if given_up:
+            self.backend.give_up()
         self.set_active_shape(shape)
         for name, tokens in single.items():
             self._set_named(tokens, [name])

@@ -21,7 +21,7 @@ class Settable(Protocol):
 
     def standing_shapes(self) -> tuple[Shape, Mapping[str, int]]: ...
 
-    def restore_shapes(self, shape: Shape, single: Mapping[str, int]) -> None: ...
+    def restore_shapes(self, shape: Shape, single: Mapping[str, int], given_up: bool = False) -> None: ...
 
     def bind_backward(self, output: Output, shape: Iterable[int]) -> Output: ...
 
@@ -52,7 +52,7 @@ class Scope(Generic[Entered]):
     ) -> None:
         assert self._before is not None
         try:
-            self._manager.restore_shapes(*self._before)
+            self._manager.restore_shapes(*self._before, given_up=kind is not None)
         except UBDynamicError:
             # What ended the block says more than that the shape cannot be restored, which after a failed overlap it
             # often cannot.

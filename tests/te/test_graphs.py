@@ -17,6 +17,7 @@ from ub_dynamic.backends.te.graphs import GraphedMicrobatches
 from ub_dynamic.packing import PackedBatch
 
 te = pytest.importorskip("transformer_engine.pytorch")
+graph = pytest.importorskip("transformer_engine.pytorch.graph")
 pytestmark = pytest.mark.te
 
 CAPACITY = 64
@@ -170,6 +171,7 @@ def test_without_gradients_or_in_evaluation_nothing_is_captured(captures: list[C
 
 def test_a_capture_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, manager: Manager) -> None:
     def fail(*_: Any, **__: Any) -> None:
+        graph.set_capture_start()
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(te, "make_graphed_callables", fail)
@@ -177,6 +179,18 @@ def test_a_capture_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, ma
     with pytest.raises(RuntimeError, match="no memory"):
         graphed(8, rows(8))
     assert len(graphed) == 0
+    assert not graph.is_graph_capturing()  # without a guard too
+
+
+def test_parameters_that_are_frozen_or_not_have_graphs_of_their_own(captures: list[Capture], manager: Manager) -> None:
+    module = torch.nn.Linear(4, 4)
+    graphed = GraphedMicrobatches(module, manager)
+    module.bias.requires_grad_(False)
+    for frozen in (True, False, True):
+        module.bias.requires_grad_(not frozen)
+        graphed(8, rows(8)).sum().backward()
+    assert len(captures) == graphed.captures == 2
+    assert all(parameter._backward_hooks for parameter in module.parameters())
 
 
 class TestBuckets:

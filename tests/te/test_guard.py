@@ -11,6 +11,7 @@ import cpu_te
 import fakes
 import pytest
 import torch
+import transformer_engine.pytorch as te
 import transformer_engine.pytorch.graph as graph
 import transformer_engine.pytorch.module._common as common
 import transformer_engine.pytorch.module.base as base
@@ -75,13 +76,15 @@ def test_modules_have_what_the_hazards_read() -> None:
         source = inspect.getsource(module.__init__)
         for attribute in ("self.ub_bulk_wgrad", "self.ub_name", "self.weight_names"):
             assert attribute in source
+        if module is Linear:
+            assert "self.ub_bulk_dgrad" in source and "self.ub_overlap_ag_dgrad" in source
     assert list(inspect.signature(common.WeightGradStore.put).parameters) == ["self", "tensor_list", "func"]
     assert callable(graph.is_graph_capturing)
 
 
 OWNERS = (
     tex, tex.CommOverlap, tex.CommOverlapP2P, torch.cuda.CUDAGraph, Linear, LayerNormLinear, LayerNormMLP,
-    UserbuffersBackwardLinear, common.WeightGradStore,
+    UserbuffersBackwardLinear, common.WeightGradStore, graph, te,
 )  # fmt: skip
 
 
@@ -245,6 +248,21 @@ def test_a_buffer_that_nobody_waits_for_any_more(monkeypatch: pytest.MonkeyPatch
         assert world.backend.busy() is None
 
 
+def test_an_exception_ends_the_wait_for_a_gemm_and_the_scope_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def fail() -> None:
+        kept.append(comm("qkv_fprop").get_buffer(shape=[64, HIDDEN]))  # as the frames of a kept exception do
+        raise MemoryError
+
+    with te_world(monkeypatch) as world:
+        for scope in (world.manager.microbatch(64), world.manager.active_shape([64, HIDDEN])):
+            with pytest.raises(MemoryError), scope:
+                fail()
+            assert world.manager.active == (CAPACITY, HIDDEN)
+        world.manager.set_active_shape([32, HIDDEN])
+
+
 def test_not_while_another_thread_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -289,6 +307,25 @@ def test_te_warm_up_counts_as_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(graph, "_IS_GRAPH_CAPTURING", True)
         with pytest.raises(UBStateError, match="being captured"):
             world.manager.set_active_shape([64, HIDDEN])
+
+
+@pytest.mark.parametrize("owner", [te, graph], ids=["te", "te.graph"])
+def test_a_capture_that_fails_is_over(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        graph.set_capture_start()  # TE's own sets this, and takes it back where nothing raises
+        raise MemoryError
+
+    monkeypatch.setattr(owner, "make_graphed_callables", fail)
+    with te_world(monkeypatch) as world:
+        for _ in range(2):
+            with pytest.raises(MemoryError), world.manager.microbatch(64):
+                owner.make_graphed_callables()
+            assert not graph.is_graph_capturing()
+            assert world.manager.active == (CAPACITY, HIDDEN)
+        monkeypatch.setattr(graph, "_IS_GRAPH_CAPTURING", True)
+        with pytest.raises(MemoryError):
+            owner.make_graphed_callables()
+        assert graph.is_graph_capturing()  # the capture around it is not over
 
 
 def test_a_capture_that_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

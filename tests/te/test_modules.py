@@ -150,6 +150,38 @@ def test_a_frozen_weight_with_bulk_wgrad_is_refused(kind: str, monkeypatch: pyte
         module(operand(module, CAPACITY)).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("qkv", {"ub_bulk_dgrad": True}), ("qkv", {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True}),
+     ("proj", {"ub_overlap_ag": True})],
+)  # fmt: skip
+def test_an_input_without_a_gradient_is_refused_where_dgrad_gathers(
+    name: str, flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with te_world(monkeypatch) as world:
+        module = layer("linear", name, **flags)
+        data = operand(module, CAPACITY).detach()
+        with pytest.raises(UBUnsupportedError, match=rf"{name}.*an input that needs no gradient.*requires_grad_\(\)"):
+            module(data)
+        assert world.calls == []
+        with torch.no_grad():
+            module(data)
+        module(data.requires_grad_()).sum().backward()
+        module.requires_grad_(False)
+        module(data.detach())  # no backward at all
+
+
+def test_an_input_without_a_gradient_where_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_world(monkeypatch) as world:
+        for kind, name, flags in (
+            ("linear", "qkv", {"ub_overlap_ag": True}),
+            ("layernorm", "qkv", {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True}),
+        ):
+            module = layer(kind, name, **flags)
+            world.manager.set_active_shape([64, HIDDEN])
+            module(operand(module, 64).detach()).sum().backward()
+
+
 @pytest.mark.parametrize(("kind", "name"), [("linear", "qkv"), ("layernorm", "qkv"), ("mlp", "fc1")])
 @pytest.mark.parametrize("method", ["pipeline", "bulk"])
 def test_a_pipelined_dgrad_is_refused(kind: str, name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,20 @@ class TestLayers:
                 manager.use_policy(large)
             assert installed() == {}
 
+    def test_another_policy_between_a_forward_and_its_backward_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        policy = stages(T2={"fc1_dgrad": RING})
+        with te_world(monkeypatch, {"fc1_dgrad": (RING, BULK)}) as world:
+            manager = Manager(world.backend, (CAPACITY, HIDDEN), check="never", policy=policy)
+            module = layer("linear", "fc1", **COLUMN)
+            with manager.microbatch(64) as microbatch:
+                output = microbatch.bind_backward(module(operand(module, 64)))
+            manager.use_policy(None)
+            with pytest.raises(UBUnsupportedError, match="fc1_dgrad with a pipelined reduce-scatter"):
+                output.sum().backward()
+            manager.backend.connect(None)
+
     def test_layers_that_cannot_be_made_to_ask_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = stages(T2={"proj_fprop": RING, "proj_dgrad": NONE})
         with te_world(monkeypatch, policy.configurations()) as world:

@@ -87,6 +87,22 @@ def test_a_survivor_is_named_with_its_holder(table: dict[Any, Any], caplog: pyte
     assert reference() is not None  # it can never be destroyed any more
 
 
+def test_what_a_user_added_is_named_too(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    backend = make(table)
+    for comm in table.values():
+        release(comm)
+    del comm
+    added = fakes.communicator(True, CAPACITY)
+    table["extra_fprop", fakes.MODES.NONE] = added
+    with caplog.at_level(logging.WARNING, "ub_dynamic"):
+        backend.destroy()
+    table.clear()
+    (record,) = caplog.records
+    assert "extra_fprop by" in record.getMessage()
+    release(added)
+    assert native.load().inspect(added)["shape"] == (0, 0)
+
+
 class _Noting(torch.autograd.Function):
     """A backward that leaves its communicator on its node, as TE's do."""
 
@@ -142,6 +158,8 @@ def test_a_survivor_in_a_container(table: dict[Any, Any]) -> None:
 
 def test_a_survivor_without_the_native_file(table: dict[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
     comm = table["qkv_fprop", fakes.MODES.NONE]
+    release(table["qkv_dgrad", fakes.MODES.NONE])
+    del table["qkv_dgrad", fakes.MODES.NONE]
     reference = weakref.ref(comm)
     assert shutdown.destroy_objects({"qkv_fprop": reference}, None) == ["qkv_fprop"]
     release(comm)

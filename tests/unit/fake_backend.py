@@ -53,6 +53,9 @@ class FakeBackend:
     def busy(self) -> str | None:
         return self.why_busy
 
+    def give_up(self) -> None:
+        """Nothing is filled here."""
+
     def make_ready(self, rule: object, board: object) -> None:
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ub_dynamic.board import RankBoard
+from ub_dynamic.board import _HEADER, RankBoard
 from ub_dynamic.errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
 from ub_dynamic.groups import SoloGroup
 from ub_dynamic.testing.thread_group import ThreadGroup, on_threads
@@ -29,6 +29,18 @@ def test_agreement_is_silent_and_nobody_waits() -> None:
         for board in (first, second, third):
             board.publish(tokens)
             board.check()
+
+
+def test_a_change_that_is_counted_and_not_visible_yet_is_compared_later() -> None:
+    first, second = boards(size=2)
+    first.publish(64)
+    second.publish(32)
+    words, record = first._words, second._own + _HEADER + 1
+    theirs, words[record] = words[record], 0  # as a processor shows it that reorders the two writes
+    first.check()
+    words[record] = theirs
+    with pytest.raises(UBRankMismatchError, match="shape change 1: rank 10: T = 64; rank 11: T = 32"):
+        first.check()
 
 
 def test_a_difference_is_found_by_whoever_comes_later_and_then_by_all() -> None:

@@ -63,6 +63,17 @@ class Output:
     logits: torch.Tensor
 
 
+class Slotted:
+    """As ``@dataclass(slots=True)`` makes it."""
+
+    __slots__ = ("logits", "unset")
+    logits: torch.Tensor
+    unset: torch.Tensor
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
 class TestBindBackward:
     def test_each_backward_sees_its_own_shape(self) -> None:
         manager, _ = make()
@@ -95,6 +106,11 @@ class TestBindBackward:
         output = manager.bind_backward(Output(Seen.apply(torch.ones(2, requires_grad=True), manager, notes)), [64, 64])
         output.logits.sum().backward()
         assert notes == [64]
+        slotted = manager.bind_backward(
+            dataclass(init=False)(Slotted)(Seen.apply(torch.ones(2, requires_grad=True), manager, notes)), [32, 64]
+        )
+        slotted.logits.sum().backward()
+        assert notes == [64, 32]
         for nothing in (None, 3, [], iter([torch.ones(1)])):
             with pytest.raises(UBStateError, match=f"found no tensor in {type(nothing).__name__}"):
                 manager.bind_backward(nothing, [64, 64])

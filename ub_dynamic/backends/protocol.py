@@ -61,6 +61,9 @@ class Backend(Protocol):
     def busy(self) -> str | None:
         """Why the shape must not change right now (capture, a filled buffer, an overlap being enqueued), or None."""
 
+    def give_up(self) -> None:
+        """An exception ended what was under way: no buffer that was filled waits for its overlap any more."""
+
     def make_ready(self, rule: TokenRule, board: Any) -> Callable[[int], bool | None] | None:
         """A function of T that publishes a change on ``board`` (a rank board, or None) and returns True if ``rule``
         accepts T, nothing is busy and the ranks agree so far. Else it returns False, and has done nothing; or None, if

@@ -94,6 +94,10 @@ class HostBackend:
     def busy(self) -> str | None:
         return None if self.engine is None else self.engine.busy()
 
+    def give_up(self) -> None:
+        if self.engine is not None:
+            self.engine.filled.clear()
+
     def make_ready(self, rule: TokenRule, board: RankBoard | None) -> None:
         return None
 

@@ -109,6 +109,9 @@ class TEBackend:
         if self._plans is not None:
             self._plans.follow_choices(follow)
 
+    def give_up(self) -> None:
+        self.guard.give_up()
+
     def make_ready(self, rule: TokenRule, board: RankBoard | None) -> Callable[[int], bool | None] | None:
         if self.native is None or (board is not None and board.native is None):
             return None

@@ -34,8 +34,13 @@ class Captures:
 
     def watch(self, patches: Patches) -> None:
         """Count from now on; ``patches`` takes it back."""
+        import transformer_engine.pytorch as te
+        import transformer_engine.pytorch.graph as graph
+
         patches.replace(torch.cuda.CUDAGraph, "capture_begin", self._wrap_begin)
         patches.replace(torch.cuda.CUDAGraph, "capture_end", self._wrap_end)
+        for module in (te, graph):
+            patches.replace(module, "make_graphed_callables", ends_when_it_fails)
         self.under_way.clear()
 
     def stop(self) -> None:
@@ -66,3 +71,20 @@ class Captures:
             return original(graph, *args, **kwargs)
 
         return capture_end
+
+
+def ends_when_it_fails(make_graphed_callables: Callable[..., Any]) -> Callable[..., Any]:
+    """TE's function, which says that it captures until it returns, made to say so no longer where it raises."""
+    import transformer_engine.pytorch.graph as graph
+
+    @functools.wraps(make_graphed_callables)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        nested = graph.is_graph_capturing()
+        try:
+            return make_graphed_callables(*args, **kwargs)
+        except BaseException:
+            if not nested:
+                graph.set_capture_end()
+            raise
+
+    return make

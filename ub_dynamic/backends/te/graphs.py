@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...errors import UBAlignmentError, UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
+from .captures import ends_when_it_fails
 
 logger = logging.getLogger("ub_dynamic")
 
@@ -70,7 +71,7 @@ class GraphedMicrobatches:
         self.replays = 0
         self._manager = manager
         self._graphs: OrderedDict[Hashable, list[_Captured]] = OrderedDict()
-        self._hooks: list[Any] = []
+        self._hooks: dict[torch.nn.Parameter, Any] = {}
 
     def round_up(self, tokens: int) -> int:
         """The T of the bucket that holds ``tokens``; the last bucket is the capacity."""
@@ -104,7 +105,7 @@ class GraphedMicrobatches:
             raise UBStateError("a microbatch is between its forward and its backward; its graph cannot be freed")
         while self._graphs:
             self._evict(next(iter(self._graphs)))
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
@@ -125,7 +126,7 @@ class GraphedMicrobatches:
 
     def _free(self, batch: Any, tensors: Any, moving: dict[str, Any], fixed: dict[str, Any]) -> _Captured:
         """A captured callable for this shape that no microbatch uses; captured now if there is none."""
-        key = _key(batch, tensors, moving, fixed)
+        key = _key(batch, tensors, moving, fixed), tuple(each.requires_grad for each in self.module.parameters())
         copies = self._graphs.setdefault(key, [])
         self._graphs.move_to_end(key)
         for captured in copies:
@@ -163,7 +164,7 @@ class GraphedMicrobatches:
         if "clone_param_grads_on_return" not in inspect.signature(te.make_graphed_callables).parameters:
             self._copy_parameter_gradients()
         with self._manager.microbatch(batch):
-            graphed = te.make_graphed_callables(
+            graphed = ends_when_it_fails(te.make_graphed_callables)(
                 _WithArguments(self.module, fixed),
                 tuple(_sample(tensor) for tensor in tensors),
                 num_warmup_iters=self.warmup,
@@ -175,9 +176,9 @@ class GraphedMicrobatches:
 
     def _copy_parameter_gradients(self) -> None:
         """TE before 2.19 returns the graph's own gradient buffers, and accumulation adds into them."""
-        if not self._hooks:
-            wanted = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
-            self._hooks = [parameter.register_hook(torch.Tensor.clone) for parameter in wanted]
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(torch.Tensor.clone)
 
 
 class _WithArguments(torch.nn.Module):

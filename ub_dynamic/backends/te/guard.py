@@ -175,6 +175,10 @@ class Guard:
             self._lent.pop(name, None)  # whoever asked for it has given up, by an exception say
         return _CAPTURING if self._captures.active() else None
 
+    def give_up(self) -> None:
+        """Whoever filled a buffer and was to call its GEMM was ended by an exception, which may keep the view alive."""
+        self._lent.clear()
+
     # -- the ways in -----------------------------------------------------------------------------------------
 
     def _wrap_gemm(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,6 +313,7 @@ def _check_scatter(entry: _Entry, spec: CommSpec, columns: int, tokens: int, ext
             f"{columns}: dim 0 of the layer's input must be a multiple of tp = {entry.tp}"
         )
     if spec.method == "bulk":
+        hazards.refuse_split_use_of_bulk(entry.name, quantised=spec.dtype.itemsize == 1)
         _check_split_use(spec, tokens)
 
 

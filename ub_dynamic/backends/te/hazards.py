@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three uses of overlap that Transformer Engine accepts, and that give wrong gradients without an error.
+"""Four uses of overlap that Transformer Engine accepts, and that give wrong gradients without an error.
 
 - A frozen weight with ``ub_bulk_wgrad``: ``Linear`` and ``LayerNormLinear`` reduce-scatter dgrad inside the wgrad
   GEMM, which a frozen weight does not have. They return dgrad unreduced, as a view of the buffer.
+- A ``Linear`` that gathers in its dgrad GEMM (``ub_bulk_dgrad``, or ``ub_overlap_ag`` of a row-parallel one) and whose
+  input needs no gradient: the GEMM is left out, and wgrad multiplies a buffer that was never gathered.
 - Delayed weight gradients whose stored operands are views of a buffer: the next layer overwrites them.
 - A dgrad GEMM with a pipelined reduce-scatter. ``CommOverlapBase::split_overlap_rs`` cuts the weight ``[k, m]`` of
   dgrad at multiples of ``m / num_splits * k`` elements, as if a chunk of columns were contiguous. That is true of a
@@ -49,7 +51,9 @@ def refuse(patches: Patches, communicators: Sequence[Communicator], methods: Met
         return methods().get(name) == "ring_exchange"
 
     for module in (Linear, LayerNormLinear, LayerNormMLP):
-        patches.replace(module, "forward", functools.partial(_refuse_modules, no_ring=no_ring))
+        patches.replace(
+            module, "forward", functools.partial(_refuse_modules, no_ring=no_ring, skips_dgrad=module is Linear)
+        )
     patches.replace(
         UserbuffersBackwardLinear,
         "_functional_backward",
@@ -61,10 +65,16 @@ def refuse(patches: Patches, communicators: Sequence[Communicator], methods: Met
 
 
 def refuse_pipelined_dgrad(quantised: bool, cfg: Mapping[str, Mapping[str, Any]] | None) -> None:
-    """The third use, where ``initialize_ub`` is told of it: ``cfg`` is TE's of one quantization mode."""
+    """The last use, where ``initialize_ub`` is told of it: ``cfg`` is TE's of one quantization mode."""
     for name in DGRAD_REDUCE_SCATTER:
         if cfg and cfg.get(name, {}).get("method") == "pipeline" and not (quantised and _transposes_fp8_weights()):
             raise UBUnsupportedError(_pipelined(name))
+
+
+def refuse_split_use_of_bulk(name: str, quantised: bool) -> None:
+    """The last use again, where a GEMM comes with it; a policy may have changed since the layer's forward."""
+    if name.split("/")[0] in DGRAD_REDUCE_SCATTER and not (quantised and _transposes_fp8_weights()):
+        raise UBUnsupportedError(_pipelined(name))
 
 
 def _pipelined(name: str) -> str:
@@ -87,11 +97,15 @@ def _splits_by_rows(comm: Communicator) -> bool:
     return comm.name.split("/")[0] in DGRAD_REDUCE_SCATTER and not ring and comm.skipped != CUBLASMP
 
 
-def _refuse_modules(original: Callable[..., Any], no_ring: Callable[[str], bool]) -> Callable[..., Any]:
+def _refuse_modules(
+    original: Callable[..., Any], no_ring: Callable[[str], bool], skips_dgrad: bool
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if (self.ub_bulk_wgrad or self.ub_overlap_rs_dgrad) and torch.is_grad_enabled():
             _check_module(self, inp, no_ring)
+        if skips_dgrad and not inp.requires_grad and torch.is_grad_enabled():
+            _check_gather(self)
         return original(self, inp, *args, **kwargs)
 
     return forward
@@ -107,6 +121,15 @@ def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]
         )
     if module.ub_overlap_rs_dgrad and not module.ub_bulk_wgrad:
         _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring)
+
+
+def _check_gather(module: Any) -> None:
+    if (module.ub_bulk_dgrad or module.ub_overlap_ag_dgrad) and not _is_frozen(module):
+        raise UBUnsupportedError(
+            f"Linear {module.ub_name!r} has an input that needs no gradient: TE gathers in the dgrad GEMM, which it "
+            "leaves out then, and the weight gradient would be silently wrong. Call requires_grad_() on the input, or "
+            "build the layer without ub_bulk_dgrad (column-parallel) or ub_overlap_ag (row-parallel)"
+        )
 
 
 def _check_dgrad(layer: str, no_ring: Callable[[str], bool], quantised: bool | None = None) -> None:

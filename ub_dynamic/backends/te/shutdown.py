@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...groups import Group
+from .communicators import communicator_name
 from .install import stock
 
 logger = logging.getLogger("ub_dynamic")
@@ -70,6 +71,7 @@ def destroy_communicators(
 
 def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleType | None) -> list[str]:
     """Destroy the communicators of this rank, without a look at the others; returns the names of survivors."""
+    references = {**added_later(references), **references}
     stock("destroy_ub")()
     if any(reference() is not None for reference in references.values()):
         gc.collect()  # a cycle, such as a traceback's, is no owner
@@ -90,6 +92,15 @@ def destroy_objects(references: Mapping[str, weakref.ref[Any]], native: ModuleTy
     if native is not None and native.shared_exists():
         native.destroy_shared()
     return survivors
+
+
+def added_later(references: Mapping[str, weakref.ref[Any]]) -> dict[str, weakref.ref[Any]]:
+    """What else stands in TE's table: communicators that somebody made with the helper after initialisation."""
+    import transformer_engine.pytorch.module.base as base
+
+    known = {id(reference()) for reference in references.values()}
+    table = vars(base).get("_ub_communicators") or {}
+    return {communicator_name(key): weakref.ref(comm) for key, comm in table.items() if id(comm) not in known}
 
 
 def release_from_nodes(references: Mapping[str, weakref.ref[Any]]) -> None:
