@@ -34,9 +34,10 @@ from .errors import (
     UBTimeoutError,
     UBUnsupportedError,
 )
-from .manager import Manager, ShapeReport
+from .manager import Manager
 from .packing import PackedBatch
 from .planning import plan_microbatches
+from .reports import ShapeReport
 from .scopes import Microbatch
 
 __version__ = "0.1.0"

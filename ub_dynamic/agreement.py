@@ -52,6 +52,8 @@ def agree(
     chosen: Policy | None = None
     try:
         check_arguments(options["check"], options["timeout"])
+        if not isinstance(options["dtype"], torch.dtype):
+            raise UBUnsupportedError(f"dtype = {options['dtype']!r}: it is a torch.dtype, as torch.bfloat16")
         capacity = parse_shape(shape, "capacity shape")
         specs = _configured(capacity, tp_size, te, options)
         chosen = _resolve_policy(policy, capacity, te, options["dtype"], tp_size, specs)

@@ -16,7 +16,8 @@ from .backends.protocol import Alternatives, Backend
 from .board import RankBoard
 from .errors import UBStateError, UBUnsupportedError
 from .groups import Group, tensor_parallel_group
-from .manager import Check, Manager, ShapeReport
+from .manager import Check, Manager
+from .reports import ShapeReport
 from .scopes import Microbatch
 from .shapes import Shape
 

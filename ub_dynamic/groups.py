@@ -7,13 +7,15 @@ Only set-up, checks and shutdown go through a group; the tensors of an overlap n
 from __future__ import annotations
 
 import atexit
+import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import UBShapeError, UBTimeoutError, UBUnsupportedError
+from .errors import UBRankMismatchError, UBShapeError, UBStateError, UBTimeoutError, UBUnsupportedError
 from .ranks import discover
 
 if TYPE_CHECKING:
@@ -21,11 +23,18 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _POLL_S = 0.0005
+_BOOTSTRAPS = ("mpi", "gloo", "nccl")  # TE's
 
 
 def default_timeout_s() -> float:
-    """Seconds that a wait for another rank may take: ``UB_DYNAMIC_TIMEOUT``, or 20."""
-    return float(os.environ.get("UB_DYNAMIC_TIMEOUT", "20"))
+    """Seconds that a wait for another rank may take: ``UB_DYNAMIC_TIMEOUT``, or 20. :class:`UBStateError` for what is
+    no such number.
+    """
+    given = os.environ.get("UB_DYNAMIC_TIMEOUT", "20")
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) < math.inf:
+            return float(given)
+    raise UBStateError(f"UB_DYNAMIC_TIMEOUT = {given!r}: it is a positive, finite number of seconds, as 20 is")
 
 
 def setup_timeout_s() -> float:
@@ -182,12 +191,20 @@ def tensor_parallel_group(tp_size: int, tp_group: Any = None, bootstrap_backend:
         if group.size != tp_size:
             raise UBShapeError(f"tp_group has {group.size} ranks, but tp_size is {tp_size}")
         return group
+    if bootstrap_backend not in (None, *_BOOTSTRAPS):
+        known = ", ".join(_BOOTSTRAPS)
+        raise UBUnsupportedError(f"bootstrap_backend = {bootstrap_backend!r}: it is one of {known}, or None")
     launch = discover()
     if bootstrap_backend == "mpi" or (bootstrap_backend is None and launch.uses_mpi):
         return _contiguous_mpi_group(tp_size)
     if launch.world_size == 1 and not dist.is_initialized():
         _check_world(1, tp_size)
         return SoloGroup()
+    if launch.uses_mpi and not dist.is_initialized():
+        raise UBStateError(
+            f"bootstrap_backend = {bootstrap_backend!r}: an MPI launcher started the ranks, and nobody has initialised "
+            "torch.distributed; leave it out, which takes MPI, or call torch.distributed.init_process_group first"
+        )
     return _contiguous_torch_group(tp_size)
 
 
@@ -199,6 +216,13 @@ def _check_world(world: int, tp_size: int) -> None:
         )
 
 
+def _check_same(sizes: Sequence[int]) -> None:
+    """Of all ranks of the world, before any of them waits in a group that others do not make."""
+    if len(set(sizes)) > 1:
+        ranks = "; ".join(f"rank {rank}: tp_size = {size}" for rank, size in enumerate(sizes))
+        raise UBRankMismatchError(f"the ranks call initialize_ub with different arguments: {ranks}")
+
+
 def _contiguous_mpi_group(tp_size: int) -> Group:
     try:
         from mpi4py import MPI
@@ -208,6 +232,7 @@ def _contiguous_mpi_group(tp_size: int) -> Group:
             f"pip install 'ub_dynamic[mpi]' ({error})"
         ) from error
     world, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
+    _check_same(MPI.COMM_WORLD.allgather(tp_size))
     _check_world(world, tp_size)
     first = rank // tp_size * tp_size
     comm = MPI.COMM_WORLD.Split(color=first, key=rank)
@@ -222,6 +247,11 @@ def _contiguous_torch_group(tp_size: int) -> Group:
         dist.init_process_group("gloo", timeout=timeout)
         atexit.register(_leave_torch)
     world, rank = dist.get_world_size(), dist.get_rank()
+    sizes: list[Any] = [None] * world
+    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    dist.all_gather_object(sizes, tp_size, group=everyone)
+    dist.destroy_process_group(everyone)
+    _check_same(sizes)
     _check_world(world, tp_size)
     mine = None
     for first in range(0, world, tp_size):

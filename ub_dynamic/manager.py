@@ -3,35 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .backends.protocol import Backend
 from .batches import tensors_of, tokens_of
 from .board import RankBoard
 from .errors import UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
-from .policy import Choices, Policy
+from .policy import Policy
+from .reports import ShapeReport
 from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
 from .scopes import Microbatch, Scope
-from .shapes import Shape, parse_shape
-from .stages import NOTHING_CHOSEN, Stages
+from .shapes import Shape, parse_shape, parse_tokens
+from .stages import Stages
 
 Check = Literal["deferred", "strict", "never"]
 Output = TypeVar("Output")
-
-
-class ShapeReport(NamedTuple):
-    """What a call did: the active shape, the communicators that follow it, and the others with the reason.
-
-    ``overlap``: how each GEMM that the policy names is overlapped at this T, and why; empty without a policy.
-    """
-
-    shape: Shape
-    updated: tuple[str, ...]
-    skipped: MappingProxyType[str, str]
-    overlap: Choices = NOTHING_CHOSEN
 
 
 class Manager:
@@ -111,7 +101,7 @@ class Manager:
 
     def round_up_tokens(self, tokens: int) -> int:
         """The smallest valid T that holds ``tokens``; :class:`UBCapacityError` beyond :meth:`max_tokens`."""
-        return self._rule.round_up(parse_shape((tokens, self._hidden), "a token count")[0])
+        return self._rule.round_up(parse_tokens(tokens))
 
     def max_tokens(self) -> int:
         """The largest valid T."""
@@ -221,6 +211,8 @@ class Manager:
                 "microbatch takes a number of tokens T, or a PackedBatch (anything with local_tokens or total_tokens), "
                 f"not {tokens!r}"
             )
+        if type(tokens) is not int:
+            tokens = parse_tokens(tokens)
         handle = Microbatch(self, self.check_shape((tokens, self._hidden)))
         return Scope(self, handle.shape, handle)
 
@@ -249,7 +241,12 @@ class Manager:
         return output
 
     def destroy(self) -> None:
-        """Release the communicators, on all ranks together; a disagreement that nobody saw yet is raised at the end."""
+        """Release the communicators, on all ranks together; a disagreement that nobody saw yet is raised at the end.
+
+        A second call does nothing.
+        """
+        if self._destroyed:
+            return
         self._destroyed = self._every_call = True
         self._ready = None
         self.backend.connect(None)
@@ -355,7 +352,8 @@ class Manager:
             return
         raise UBShapeError(
             f"{name}: the microbatch has {tokens} tokens, the active shape is {expected} tokens; "
-            f"call set_ub_active_shape([{tokens}, {self._hidden}]) first"
+            f"call set_ub_active_shape([{tokens}, {self._hidden}]) first; if this is a backward, bind it to its T with "
+            "microbatch(...) and bind_backward"
         )
 
 
@@ -364,8 +362,8 @@ def check_arguments(check: Any, timeout_s: Any) -> None:
     if check not in ("deferred", "strict", "never"):
         raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (number and timeout_s > 0):
-        raise UBStateError(f"timeout = {timeout_s!r}: it is a positive number of seconds, or None")
+    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
+        raise UBStateError(f"timeout = {timeout_s!r}: it is a positive, finite number of seconds, or None")
 
 
 _PLAIN = (list, tuple)

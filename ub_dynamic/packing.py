@@ -9,7 +9,7 @@ rows; that is what a tensor-parallel (TP) group and its communicators see.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
@@ -23,6 +23,7 @@ from .packing_rules import (
     Tail,
     boundary_lengths,
     check_entries,
+    check_optional,
     check_positive,
     check_total,
     cover_tail,
@@ -134,7 +135,8 @@ class PackedBatch:
         padded = seqlens
         if cu_seqlens_padded is not None and cu_seqlens_padded is not cu_seqlens:
             padded = _lengths_between(cu_seqlens_padded, "cu_seqlens_padded", allow_sync)
-        check_positive(tp=tp, cp=cp, align=align, total_tokens=total_tokens)
+        check_positive(tp=tp, cp=cp, align=align)
+        check_optional(total_tokens=total_tokens)
         check_entries(seqlens, padded, cp)
         filled = sum(padded)
         if total_tokens is None:
@@ -149,7 +151,8 @@ class PackedBatch:
         return cls(*entries, len(seqlens), longest, tp, cp, align, capacity)
 
     def __post_init__(self) -> None:
-        check_positive(tp=self.tp, cp=self.cp, align=self.align, capacity=self.capacity)
+        check_positive(tp=self.tp, cp=self.cp, align=self.align)
+        check_optional(capacity=self.capacity)
         check_entries(self.seqlens, self.padded, self.cp)
         check_total(self.total_tokens, len(self.padded), self.tp, self.cp, self.align, self.capacity)
         if not 0 < self.documents <= len(self.padded):
@@ -221,21 +224,25 @@ class PackedBatch:
         entries = len(self.padded)
         return (self.local_tokens, entries, self.max_seqlen, self.pad_between_seqs, self.tp, self.cp, *extra)
 
-    def pack(self, documents: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
-        """The packed tensor ``[T, ...]``: document i in its rows, ``fill`` in padding and ghosts.
+    def pack(self, documents: Iterable[torch.Tensor], fill: float = 0) -> torch.Tensor:
+        """The packed tensor ``[T, ...]``: document i in its rows, ``fill`` in padding and ghosts. Gradients go through.
 
         ``documents``: a tensor ``[seqlens[i], ...]`` for each document; :class:`UBShapeError` otherwise.
         """
-        if len(documents) != self.documents:
-            raise UBShapeError(f"got {len(documents)} tensors, the batch has {self.documents} documents")
-        packed = documents[0].new_full((self.total_tokens, *documents[0].shape[1:]), fill)
-        for index, (document, rows) in enumerate(zip(documents, self.unpack(packed), strict=True)):
-            if document.shape != rows.shape:
-                raise UBShapeError(
-                    f"documents[{index}] has shape {tuple(document.shape)}, expected {tuple(rows.shape)}"
-                )
-            rows.copy_(document)
-        return packed
+        given = list(documents)
+        if len(given) != self.documents:
+            raise UBShapeError(f"got {len(given)} tensors, the batch has {self.documents} documents")
+        pieces: list[torch.Tensor] = []
+        end = 0
+        for index, (document, start) in enumerate(zip(given, self.cu_seqlens_padded, strict=False)):
+            if not isinstance(document, torch.Tensor):
+                raise UBShapeError(f"documents[{index}] is a {type(document).__name__}, not a tensor")
+            expected = (self.seqlens[index], *given[0].shape[1:])
+            if document.shape != expected:
+                raise UBShapeError(f"documents[{index}] has shape {tuple(document.shape)}, expected {expected}")
+            pieces += [given[0].new_full((start - end, *expected[1:]), fill), document]
+            end = start + self.seqlens[index]
+        return torch.cat([*pieces, given[0].new_full((self.total_tokens - end, *given[0].shape[1:]), fill)])
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Views of the documents' real rows in ``packed`` ``[T, ...]``."""

@@ -52,7 +52,10 @@ def integers(values: Any, what: str) -> tuple[int, ...]:
     """``values`` as a tuple of Python ints, numpy's included; :class:`UBShapeError` for anything else."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UBShapeError(f"{what} must be a sequence of ints, got {values!r}")
-    values = tuple(values)
+    try:
+        values = tuple(values)
+    except TypeError as error:  # an array of no dimension calls itself iterable
+        raise UBShapeError(f"{what} must be a sequence of ints, got {values!r}") from error
     types = set(map(type, values))
     if types == {int}:
         return values
@@ -94,11 +97,16 @@ def boundary_lengths(values: Any, what: str) -> tuple[int, ...]:
     return lengths
 
 
-def check_positive(**sizes: int | None) -> None:
-    """Every size that is given is an int of at least 1."""
+def check_positive(**sizes: int) -> None:
+    """Every size is an int of at least 1."""
     for name, size in sizes.items():
-        if size is not None and (type(size) is not int or size < 1):
+        if type(size) is not int or size < 1:
             raise UBShapeError(f"{name} = {size!r}: it must be an int of at least 1")
+
+
+def check_optional(**sizes: int | None) -> None:
+    """Every size that is not None is an int of at least 1."""
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
 
 
 def check_entries(seqlens: tuple[int, ...], padded: tuple[int, ...], cp: int) -> None:
@@ -140,7 +148,7 @@ def valid_total(
     filled: int, sequences: int, tp: int, cp: int, align: int, capacity: int | None, bucket: int | None
 ) -> int:
     """T for documents that fill ``filled`` rows: rounded up by the rule, then to a bucket or the capacity."""
-    check_positive(capacity=capacity, bucket=bucket)
+    check_optional(capacity=capacity, bucket=bucket)
     multiple = batch_multiple(tp, cp, align)
     total = round_up(filled, multiple)
     check_total(total, sequences, tp, cp, align, capacity)
@@ -166,7 +174,7 @@ def cover_tail(
     """Real and padded lengths that reach up to ``total``, with empty entries up to ``slots``."""
     if tail not in TAILS:
         raise UBShapeError(f"tail = {tail!r}: it must be one of {', '.join(TAILS)}")
-    check_positive(slots=slots, max_seqlen=max_seqlen)
+    check_optional(slots=slots, max_seqlen=max_seqlen)
     documents, filled = len(padded), sum(padded)
     gap = total - filled
     if gap and tail == "error":

@@ -23,6 +23,7 @@ from .packing import Lengths, PackedBatch
 from .packing_rules import (
     Tail,
     batch_multiple,
+    check_optional,
     check_positive,
     document_lengths,
     round_up,
@@ -116,7 +117,8 @@ def plan_microbatches(
     microbatch documents keep their order.
     """
     lengths = _host_lengths(lengths)
-    check_positive(max_tokens=max_tokens, tp=tp, cp=cp, align=align, max_documents=max_documents)
+    check_positive(max_tokens=max_tokens, tp=tp, cp=cp, align=align)
+    check_optional(max_documents=max_documents)
     if too_long not in ("error", "split"):
         raise UBShapeError(f"too_long = {too_long!r}: it must be 'error' or 'split'")
     multiple = batch_multiple(tp, cp, align)

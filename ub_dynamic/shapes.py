@@ -10,6 +10,8 @@ with it. What Transformer Engine's kernels demand beyond the layout is in :mod:`
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -102,7 +104,7 @@ def parse_shape(shape: Any, what: str = "active shape") -> Shape:
     """
     form = f"{what} must be 2-D [tokens, hidden], two ints"
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):
-        raise UBShapeError(f"{form}, got {_describe(shape)}")
+        raise UBShapeError(f"{form} in a list or tuple, got {_describe(shape)}")
     if len(shape) != 2:
         raise UBShapeError(f"{form}, got {len(shape)} entries: {_describe(shape)}")
     tokens, hidden = (_as_int(entry, form) for entry in shape)
@@ -113,6 +115,14 @@ def parse_shape(shape: Any, what: str = "active shape") -> Shape:
     if tokens < 0 or hidden <= 0:
         raise UBShapeError(f"{what} [{tokens}, {hidden}]: tokens and hidden must be positive")
     return tokens, hidden
+
+
+def parse_tokens(tokens: Any) -> int:
+    """A number of tokens as a positive Python int, of what :func:`parse_shape` takes; :class:`UBShapeError` otherwise."""
+    count = _as_int(tokens, "a number of tokens T must be an int")
+    if count <= 0:
+        raise UBShapeError(f"T = {count}: tokens must be positive; skip the microbatch on all TP ranks instead")
+    return count
 
 
 def _as_int(entry: Any, form: str) -> int:
@@ -126,7 +136,8 @@ def _as_int(entry: Any, form: str) -> int:
         if entry.dim() == 0 and not entry.dtype.is_floating_point and entry.dtype != torch.bool:
             return int(entry.item())
     elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
-        return int(entry.__index__())
+        with contextlib.suppress(TypeError):  # of an array that is no scalar
+            return operator.index(entry)
     raise UBShapeError(f"{form}, got {_describe(entry)}")
 
 

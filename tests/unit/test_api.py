@@ -297,7 +297,7 @@ class TestPolicy:
         ({"tp_size": 0}, ub.UBShapeError, "tp_size = 0"),
         ({"tp_size": True}, ub.UBShapeError, "tp_size = True"),
         ({"tp_group": [0, 1]}, ub.UBUnsupportedError, r"tp_group = \[0, 1\]: it is an mpi4py communicator"),
-        ({"timeout": "20"}, ub.UBStateError, "timeout = '20': it is a positive number of seconds"),
+        ({"timeout": "20"}, ub.UBStateError, "timeout = '20': it is a positive, finite number of seconds"),
         ({"check": "often"}, ub.UBStateError, 'check = .often.: it is "deferred"'),
         ({"ub_cfgs": 3}, ub.UBShapeError, "ub_cfgs = 3: it maps communicator names"),
         ({"ub_cfgs": [{}]}, ub.UBUnsupportedError, "takes one ub_cfgs mapping"),

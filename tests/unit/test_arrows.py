@@ -47,17 +47,20 @@ ARROWS = {
     "backends.te": BACKEND | PACKED,
     "stages": BASE | {"overlap", "policy", "backends.protocol"},
     "scopes": BASE | {"shapes"},
-    "manager": ARITHMETIC | RANKS | {"batches", "packing", "policy", "scopes", "stages", "backends.protocol"},
+    "reports": {"policy", "shapes", "stages"},
+    "manager": ARITHMETIC
+    | RANKS
+    | {"batches", "packing", "policy", "reports", "scopes", "stages", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS | {"batches"},
     "agreement": BACKEND | {"manager", "modes", "policy", "policy_difference", "tuning_table"},
-    "api": BACKEND | {"agreement", "manager", "scopes", "packing", "backends.host", "backends.te"},
+    "api": BACKEND | {"agreement", "manager", "reports", "scopes", "packing", "backends.host", "backends.te"},
     "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything
     "testing": None,  # tests know everything
     "cli": None,
-    "__init__": {"api", "errors", "manager", "scopes", "packing", "planning"},
+    "__init__": {"api", "errors", "manager", "reports", "scopes", "packing", "planning"},
     "__main__": {"cli"},
 }
 LAZY = ["transformer_engine", "transformer_engine_torch", "mpi4py", "matplotlib", "typer", "rich", "numpy"]

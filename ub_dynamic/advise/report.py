@@ -15,7 +15,7 @@ import torch
 
 from ..backends.names import resolve_specs
 from ..errors import UBAlignmentError, UBCapacityError, UBShapeError
-from ..packing_rules import batch_multiple, check_positive, sequence_multiple
+from ..packing_rules import batch_multiple, check_optional, check_positive, sequence_multiple
 from ..rules import TokenRule, combine, token_rule
 from ..shapes import CommSpec, registered_rows
 from .buckets import best_borders, padded_to
@@ -50,7 +50,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         names = ("capacity", "tp", "cp", "hidden", "window", "documents")
-        check_positive(**{name: getattr(self, name) for name in names})
+        check_optional(**{name: getattr(self, name) for name in names})
         if self.plan not in ("packed", "fixed"):
             raise UBShapeError(f"plan = {self.plan!r}: it is 'packed' or 'fixed'")
         self.specs()

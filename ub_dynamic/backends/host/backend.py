@@ -144,7 +144,8 @@ class HostBackend:
         if communicator is not None and tokens != communicator.tokens:
             raise UBShapeError(
                 f"{name}: the operand has {tokens} tokens, the active shape is {communicator.tokens} tokens; "
-                f"call set_ub_active_shape([{tokens}, {communicator.hidden}]) first"
+                f"call set_ub_active_shape([{tokens}, {communicator.hidden}]) first; if this is a backward, bind it to "
+                "its T with microbatch(...) and bind_backward"
             )
         return communicator
 

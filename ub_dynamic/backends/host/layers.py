@@ -38,6 +38,9 @@ class _ParallelLinear(nn.Module):
         backend: HostBackend | None = None,
     ) -> None:
         super().__init__()
+        for features, what in ((in_features, "in_features"), (out_features, "out_features")):
+            if type(features) is not int or features < 1:
+                raise UBShapeError(f"{what} = {features!r}: it is a positive int")
         if ub_name not in self.ub_names:
             raise UBUnsupportedError(f"ub_name = {ub_name!r}: a {type(self).__name__} is {' or '.join(self.ub_names)}")
         self._backend = backend
