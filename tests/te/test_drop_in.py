@@ -91,6 +91,14 @@ class TestStockCommunicators:
         assert len(theirs) == 12
         assert not ubd.is_ub_initialized()
 
+    def test_no_shape_is_set_after_tes_own_destroy(self) -> None:
+        initialize()
+        TES_DESTROY()
+        with pytest.raises(UBStateError, match="destroyed behind the registry's back: call destroy_ub"):
+            ubd.set_ub_active_shape([64, 64])
+        ubd.destroy_ub()
+        initialize()
+
     def test_a_failed_start_gives_the_names_back(self, stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("no manager")
