@@ -41,6 +41,14 @@ def check_group_arguments(tp_size: Any, tp_group: Any) -> None:
         )
 
 
+def check_defaults(check: Any, auto: bool, policy: Any) -> None:
+    """Raise for what no ``initialize_ub`` over TE takes, whatever its shape."""
+    check_arguments(check, None)
+    _check_kind(policy)
+    if auto and policy is not None and policy != "always":
+        raise UBUnsupportedError(AUTO_EXCLUDES_POLICY)
+
+
 def agree(
     group: Group, shape: Any, tp_size: int, te: bool, options: Mapping[str, Any], policy: PolicyArgument
 ) -> tuple[Shape, Policy | None]:
@@ -81,6 +89,15 @@ def agree(
     return capacity, chosen
 
 
+def _check_kind(policy: Any) -> None:
+    known = policy is None or isinstance(policy, str | os.PathLike | TuningTable | Policy) or callable(policy)
+    if not known:
+        raise UBUnsupportedError(
+            f'policy = {policy!r}: it is None, "always", the path of a tuning table, a TuningTable, a Policy, or a '
+            "callable (gemm, tokens) -> OverlapConfig | None"
+        )
+
+
 def _text(error: BaseException) -> str:
     """What is told to the other ranks; an error of the caller's own says its type too."""
     return str(error) if isinstance(error, UBDynamicError) else f"{type(error).__name__}: {error}"
@@ -102,6 +119,7 @@ def _resolve_policy(
     policy: PolicyArgument, capacity: Shape, te: bool, dtype: torch.dtype, tp_size: int, specs: Sequence[CommSpec]
 ) -> Policy | None:
     """``policy`` as a :class:`Policy` that these communicators can follow, or None."""
+    _check_kind(policy)
     if policy is None or policy == "always":
         return None
     if isinstance(policy, str | os.PathLike):
@@ -112,11 +130,6 @@ def _resolve_policy(
         policy.check_fits(tp=tp_size, hidden=capacity[1], dtype=kind, mode=mode if te else CPU_MPI)
         policy = policy.policy()
     if not isinstance(policy, Policy):
-        if not callable(policy):
-            raise UBUnsupportedError(
-                f'policy = {policy!r}: it is None, "always", the path of a tuning table, a TuningTable, a Policy, or a '
-                "callable (gemm, tokens) -> OverlapConfig | None"
-            )
         rule = combine((token_rule(spec) for spec in specs if spec.method != "external"), capacity[0])
         policy = policy_of(policy, tuple(GEMM_METHODS), range(rule.minimum, rule.maximum + 1, rule.multiple))
     # Both raise for what they cannot follow.

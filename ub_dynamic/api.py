@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from .agreement import PolicyArgument, agree, check_group_arguments
+from .agreement import PolicyArgument, agree, check_defaults, check_group_arguments
 from .backends.protocol import Alternatives, Backend
 from .board import RankBoard
 from .errors import UBStateError, UBUnsupportedError
@@ -85,6 +86,7 @@ def initialize_ub(
         if te:
             te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
             made = _create_te(capacity, tp_size, *te_arguments, group, board, alternatives=alternatives)
+            _te_names().hold(_destroy_te)
         else:
             made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout, alternatives)
         _manager = Manager(
@@ -92,7 +94,7 @@ def initialize_ub(
         )
     except BaseException:
         if made is not None:
-            made.destroy()
+            _end(made, made.destroy)
         group.close()
         raise
     _group = group
@@ -129,6 +131,12 @@ def _create_te(*args: Any, **options: Any) -> Backend:
     return create_te_backend(*args, **options)
 
 
+def _te_names() -> ModuleType:
+    from .backends.te import install
+
+    return install
+
+
 def install(
     *, check: Check = "deferred", guard: bool = True, auto: bool = False, policy: PolicyArgument = None
 ) -> None:
@@ -136,16 +144,17 @@ def install(
 
     ``te.initialize_ub``, ``te.module.initialize_ub`` and ``te.module.base.initialize_ub`` (and ``destroy_ub``) become
     this package's; ``te.set_ub_active_shape`` and the per-communicator methods of TE issue #3564 are added. The
-    arguments are the defaults of the ``initialize_ub`` calls to come. A second call changes only these.
-    Raises :class:`UBUnsupportedError`, with nothing replaced, for a TE that lacks what would be replaced.
-    """
-    from .backends.te import install as te
+    arguments are the defaults of the ``initialize_ub`` calls to come. A second call changes only these. Communicators
+    that TE made before, without this package, remain TE's: ``te.destroy_ub`` destroys them as it did.
 
-    te.uninstall()
+    Raises :class:`UBUnsupportedError` for a TE that lacks what would be replaced, and what ``initialize_ub`` raises for
+    these arguments; nothing is changed then.
+    """
+    check_defaults(check, auto, policy)
     options: dict[str, Any] = {"check": check, "guard": guard, "auto": auto, "policy": policy}
-    te.install(
+    _te_names().install(
         initialize_ub=functools.partial(initialize_ub, backend="te", **options),
-        destroy_ub=destroy_ub,
+        destroy_ub=_destroy_te,
         set_ub_active_shape=set_ub_active_shape,
         set_buffer_active_shape=set_buffer_active_shape,
         get_buffer_active_shape=get_buffer_active_shape,
@@ -154,10 +163,12 @@ def install(
 
 
 def uninstall() -> list[str]:
-    """Give Transformer Engine its names back; returns those that somebody else has replaced since :func:`install`."""
-    from .backends.te import install as te
+    """Give Transformer Engine its names back; returns those that somebody else has replaced since :func:`install`.
 
-    return te.uninstall()
+    While TE's communicators of an :func:`initialize_ub` live, ``te.destroy_ub`` remains :func:`destroy_ub`.
+    """
+    left: list[str] = _te_names().uninstall()
+    return left
 
 
 def manager() -> Manager:
@@ -179,9 +190,26 @@ def destroy_ub() -> None:
         return
     ending, group = _manager, _group
     _manager = _group = None
-    ending.destroy()
+    _end(ending.backend, ending.destroy)
     if group is not None:
         group.close()  # not after an error: messages may still be under way in it
+
+
+def _end(backend: Backend, destroy: Callable[[], None]) -> None:
+    """Destroy, and give TE its ``destroy_ub`` back."""
+    try:
+        destroy()
+    finally:
+        if backend.name == "te":
+            _te_names().release()
+
+
+def _destroy_te() -> bool:
+    """What TE's ``destroy_ub`` calls: release TE's communicators if they are this package's; whether they were."""
+    if _manager is None or _manager.backend.name != "te":
+        return False
+    destroy_ub()
+    return True
 
 
 def set_ub_active_shape(shape: Iterable[int], *, names: Iterable[str] | None = None) -> ShapeReport:

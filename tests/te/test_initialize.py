@@ -8,6 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -217,6 +218,22 @@ def test_a_failure_half_way_leaves_te_as_it_was(
     assert not left, "the traceback keeps no communicator alive"
     assert not caplog.records
     use(monkeypatch, Stock())
+    create().destroy()
+
+
+@pytest.mark.parametrize("where", ["board", "log"])
+def test_a_failure_at_the_end_leaves_te_as_it_was(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Stock())
+    board = SimpleNamespace(use_native=lambda native: None)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("at the end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((board, "use_native") if where == "board" else (initialize, "_log")), fail)
+        with pytest.raises(RuntimeError, match="at the end"):
+            create(board=board)
+    assert base._ub_communicators is None
     create().destroy()
 
 

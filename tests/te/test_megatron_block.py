@@ -92,6 +92,21 @@ def test_stock_raises_at_another_t(place: Place) -> None:
         place.forward(128)
 
 
+def wrapped(function: Any) -> Any:
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def test_after_uninstall_what_others_kept_of_it_sets_no_shape(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron.install()
+    monkeypatch.setattr(TransformerBlock, "forward", wrapped(TransformerBlock.forward))
+    megatron.uninstall()
+    with pytest.raises(UBShapeError, match=r"128 tokens, the active shape is 256 tokens"):
+        place.forward(128)
+    megatron.install()
+    place.forward(128)
+    assert place.world.manager.active[0] == 128
+
+
 def test_the_forward_and_every_backward_see_their_own_t(place: Place) -> None:
     megatron.install()
     waiting = [place.forward(tokens) for tokens in (128, 256, 32)]

@@ -78,6 +78,38 @@ def test_one_graph_a_shape(place: Place, captures: list[Capture]) -> None:  # no
     assert graphed.captures == 5
 
 
+def test_the_adapter_takes_its_graphs_along(place: Place, captures: list[Capture]) -> None:  # noqa: F811
+    megatron.install()
+    graphed = megatron.graph_decoder(place.block)
+    place.forward(128)[1].backward(torch.ones(64, 1, 64, dtype=torch.bfloat16))
+    assert len(graphed.graphs[0]) == 1
+    with pytest.raises(UBStateError, match=r"call its remove\(\), or uninstall\(\), first"):
+        megatron.install(check="strict")
+    assert len(graphed.graphs[0]) == 1
+    megatron.uninstall()
+    assert len(graphed.graphs[0]) == 0
+    assert "forward" not in vars(place.block)
+    graphed.remove()
+    megatron.install()
+    place.forward(64)
+
+
+def test_the_adapter_stays_while_a_graph_waits_for_its_backward(
+    place: Place,  # noqa: F811
+    captures: list[Capture],
+) -> None:
+    megatron.install()
+    megatron.graph_decoder(place.block)
+    _, output = place.forward(128)
+    with pytest.raises(UBStateError, match="between its forward and its backward"):
+        megatron.uninstall()
+    assert megatron.is_installed()
+    assert "forward" in vars(place.block)
+    output.backward(torch.ones_like(output))
+    megatron.uninstall()
+    assert "forward" not in vars(place.block)
+
+
 def test_boundaries_are_inputs_and_facts_are_fixed(place: Place, captures: list[Capture]) -> None:  # noqa: F811
     megatron.install()
     graphed = megatron.graph_decoder(place.block)

@@ -18,7 +18,7 @@ import transformer_engine.pytorch as te
 import transformer_engine.pytorch.module.base as base
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from ub_dynamic import UBStateError, UBUnsupportedError, api
+from ub_dynamic import UBShapeError, UBStateError, UBUnsupportedError, api
 from ub_dynamic.integrations import megatron
 from ub_dynamic.integrations.megatron import adapter
 
@@ -72,6 +72,38 @@ def test_a_second_call_replaces_the_first() -> None:
     assert namespaces() == before
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"check": "nonsense"}, UBStateError, "check = 'nonsense'"),
+        ({"pad_policy": "nonsense"}, UBShapeError, "policy = 'nonsense'"),
+        ({"no_such": 1}, TypeError, "no_such"),
+        ({"config": SimpleNamespace(tp_comm_overlap=True, delay_wgrad_compute=True)}, UBUnsupportedError, "delay"),
+    ],
+)
+def test_bad_arguments_change_nothing(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    before = namespaces()
+    with pytest.raises(kind, match=text):
+        megatron.install(**options)
+    assert namespaces() == before
+    megatron.install()
+    first, adapting = namespaces(), adapter.adapter()
+    with pytest.raises(kind, match=text):
+        megatron.install(**options)
+    assert namespaces() == first
+    assert adapter.adapter() is adapting
+
+
+def test_a_megatron_without_packed_sequences_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespaces()
+    with monkeypatch.context() as patch:
+        patch.delattr(packed_seq_params, "PackedSeqParams")
+        with pytest.raises(UBUnsupportedError, match="no PackedSeqParams"):
+            megatron.install()
+    assert namespaces() == before
+    assert not megatron.is_installed()
+
+
 def test_a_replacement_by_somebody_else_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron.install()
     theirs = lambda *args, **kwargs: None  # noqa: E731
@@ -119,6 +151,16 @@ def test_a_configuration_is_refused_at_install() -> None:
     with pytest.raises(UBUnsupportedError, match="delay_wgrad_compute = True"):
         megatron.install(SimpleNamespace(tp_comm_overlap=True, delay_wgrad_compute=True))
     assert namespaces() == before
+
+
+def test_after_uninstall_what_others_kept_of_it_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = adapter._COMBINED[0]
+    monkeypatch.setattr(schedules, name, lambda *args: "ran")
+    megatron.install()
+    kept = getattr(schedules, name)
+    megatron.uninstall()
+    monkeypatch.setattr(api, "_manager", object())
+    assert kept() == "ran"
 
 
 @pytest.mark.parametrize("name", adapter._COMBINED)

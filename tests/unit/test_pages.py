@@ -46,7 +46,8 @@ def test_every_method_of_a_gemm_is_named() -> None:
 
 
 def test_every_setting_is_named() -> None:
-    sources = " ".join(path.read_text() for path in (ROOT / "ub_dynamic").rglob("*.py"))
+    files = [path for kind in ("*.py", "*.h") for path in (ROOT / "ub_dynamic").rglob(kind)]
+    sources = " ".join(path.read_text() for path in files)
     named = {row[0].strip("`") for row in table("cluster.md", "variable")}
     assert named <= set(re.findall(r"UB_DYNAMIC_[A-Z_]+", sources))
     assert {"UB_DYNAMIC_TIMEOUT", "UB_DYNAMIC_CACHE", "UB_DYNAMIC_FORCE_TABLE"} <= named
@@ -54,7 +55,8 @@ def test_every_setting_is_named() -> None:
 
 def test_texts_of_errors_are_real() -> None:
     """What errors.md says that a text contains, some text contains."""
-    sources = " ".join(path.read_text() for path in (ROOT / "ub_dynamic").rglob("*.py"))
+    files = [path for kind in ("*.py", "*.h") for path in (ROOT / "ub_dynamic").rglob(kind)]
+    sources = " ".join(path.read_text() for path in files)
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals that are joined
     for text, *_ in table("errors.md", "text contains"):
         for part in text.strip("`").split("..."):

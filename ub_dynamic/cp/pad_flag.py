@@ -31,6 +31,12 @@ class Verdict(NamedTuple):
     source: Source
 
 
+def check_policy(policy: object) -> None:
+    """Raise :class:`UBShapeError` for what is no :data:`Policy`."""
+    if policy not in get_args(Policy):
+        raise UBShapeError(f"policy = {policy!r}: it must be one of {', '.join(map(repr, get_args(Policy)))}")
+
+
 class PadResolver:
     """Decides the flag; remembers verdicts for tensors that it has seen, so that recomputation gets the same one.
 
@@ -40,8 +46,7 @@ class PadResolver:
     """
 
     def __init__(self, policy: Policy = "conservative") -> None:
-        if policy not in get_args(Policy):
-            raise UBShapeError(f"policy = {policy!r}: it must be one of {', '.join(map(repr, get_args(Policy)))}")
+        check_policy(policy)
         self.policy: Policy = policy
         # Keeps the tensors alive, so that an address cannot come to mean other boundaries.
         self._remembered: OrderedDict[tuple[object, ...], tuple[Verdict, Boundaries]] = OrderedDict()

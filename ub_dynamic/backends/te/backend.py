@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -151,7 +152,10 @@ class TEBackend:
         if self._registry is not None:
             self._registry.clear()
         references = {comm.name: comm.reference for comm in self.communicators}
-        destroy_communicators(references, self._group, self.native, self._bootstrap)
+        if _are_gone(references.values()):
+            self._bootstrap.release(self._group)
+        else:
+            destroy_communicators(references, self._group, self.native, self._bootstrap)
 
     def doctor_report(self) -> dict[str, Any]:
         """One row a communicator: method, collective, dtype, active T, why it stays at capacity, overlaps run.
@@ -179,3 +183,13 @@ class TEBackend:
             "active_tokens": self.active_tokens(comm.name),
             "overlaps": {kind: count for (name, kind), count in self.guard.runs.items() if name == comm.name},
         }
+
+
+def _are_gone(references: Iterable[weakref.ref[Any]]) -> bool:
+    """Whether TE has other communicators by now: its own ``destroy_ub`` was called, from a reference that was taken
+    before this package stood behind it, and then its ``initialize_ub``. Those are not this package's to destroy."""
+    import transformer_engine.pytorch.module.base as base
+
+    standing = (vars(base)["_ub_communicators"] or {}).values()
+    mine = {id(comm) for reference in references if (comm := reference()) is not None}
+    return bool(standing) and not any(id(comm) in mine for comm in standing)

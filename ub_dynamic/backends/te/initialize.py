@@ -106,6 +106,10 @@ def create_te_backend(
         backend = TEBackend(
             communicators, capacity, group, native=native, registry=registry, bootstrap=bootstrap, plans=plans
         )
+        if native is not None and board is not None:
+            board.use_native(native.Board)
+        _log(backend)
+        return backend
     except BaseException as error:
         if plans is not None:
             plans.close()
@@ -114,10 +118,6 @@ def create_te_backend(
         destroy_objects({communicator_name(key): weakref.ref(obj) for key, obj in _table(base).items()}, native)
         bootstrap.release(group)
         raise
-    if native is not None and board is not None:
-        board.use_native(native.Board)
-    _log(backend)
-    return backend
 
 
 def _import_te() -> ModuleType:
@@ -190,12 +190,19 @@ def _reduces_dgrad(cfg: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _call_stock(**arguments: Any) -> None:
-    """TE's own function, with those of the arguments that this version has."""
+    """TE's own function, or somebody's wrapper, with the arguments that every version has; TE 2.17 brought
+    ``with_cublasmp``, which is given where it is asked for."""
     function = stock("initialize_ub")
+    given = {name: value for name, value in arguments.items() if value or name != "with_cublasmp"}
     accepted = inspect.signature(function).parameters
-    if arguments["with_cublasmp"] and "with_cublasmp" not in accepted:
-        raise UBUnsupportedError("with_cublasmp came with Transformer Engine 2.17; this one is older")
-    function(**{name: value for name, value in arguments.items() if name in accepted})
+    open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    if not open_ended and (lost := given.keys() - accepted.keys()):
+        if lost == {"with_cublasmp"}:
+            raise UBUnsupportedError("with_cublasmp came with Transformer Engine 2.17; this one is older")
+        raise UBUnsupportedError(
+            f"TE's initialize_ub was replaced by {function!r}, which does not take {', '.join(sorted(lost))}"
+        )
+    function(**given)
 
 
 @contextlib.contextmanager

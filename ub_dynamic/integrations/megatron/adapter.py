@@ -3,7 +3,8 @@
 
 Three things are wrapped. The ``forward`` of each block of layers sets T from its input and binds its backward.
 ``schedules.forward_step``, which every pipeline schedule calls for each microbatch, binds the whole microbatch, so
-that what lies behind the last block sees the same T. The combined 1F1B schedules refuse.
+that what lies behind the last block sees the same T. The combined 1F1B schedules refuse. A wrapper of somebody else may
+keep one of these beyond :func:`uninstall`; it does nothing then.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from ... import api
 from ...backends.te.patches import Patches
-from ...cp.pad_flag import Policy
+from ...cp.pad_flag import Policy, check_policy
 from ...errors import UBStateError, UBUnsupportedError
 from ...shapes import Shape
 from . import tokens
@@ -37,11 +38,21 @@ _SCHEDULES = "pipeline_parallel.schedules"
 _COMBINED = ("combined_1f1b_schedule_for_no_pipelining", "combined_1f1b_schedule_for_interleaved_pipelining")
 
 
+class Removable(Protocol):
+    """A :class:`~ub_dynamic.integrations.megatron.graphs.GraphedDecoder`."""
+
+    def remove(self) -> None: ...
+
+
 class Adapter:
-    """What the wrappers share: the pad flags, and T of the microbatch whose forward is under way."""
+    """What the wrappers share: the pad flags, and T of the microbatch whose forward is under way.
+
+    ``decoders``: what runs blocks from graphs, and has to be removed with the wrappers.
+    """
 
     def __init__(self, pad: PadFlags) -> None:
         self.pad = pad
+        self.decoders: list[Removable] = []
         self._shape: Shape | None = None
         self._away = False
 
@@ -55,9 +66,10 @@ class Adapter:
             self._away = False
 
     def enter(self, block: Any, hidden_states: Any, packed_seq_params: Any) -> Shape | None:
-        """Make T of a block's input the active one; None, and nothing done, where the block has no TP overlap."""
+        """Make T of a block's input the active one; None, and nothing done, where the block has no TP overlap or this
+        adapter was taken back."""
         config = block.config
-        if self._away or not config.tp_comm_overlap or not api.is_ub_initialized():
+        if self._away or self is not _adapter or not config.tp_comm_overlap or not api.is_ub_initialized():
             return None
         check_config(config)
         shape = tokens.shape_of(tokens.entering(block, hidden_states), config)
@@ -109,22 +121,26 @@ def install(config: Any = None, *, pad_policy: Policy = "conservative", **option
 
     A second call replaces the first. Raises :class:`UBUnsupportedError`, with nothing replaced, without megatron-core,
     for a version that lacks what would be replaced, and for what ``config`` has; :class:`UBStateError` where TE's
-    UserBuffers were initialised without this package.
+    UserBuffers were initialised without this package, and while a ``graph_decoder`` of the first call runs; and what
+    the arguments are refused with.
     """
     global _adapter
     if config is not None:
         check_config(config)
+    check_policy(pad_policy)
     _refuse_stock_userbuffers()
-    uninstall()
+    if _adapter is not None and _adapter.decoders:
+        raise UBStateError("blocks run from graphs of graph_decoder: call its remove(), or uninstall(), first")
     core = _import("", required=True)
     assert core is not None
     api.install(**options)
+    _take_back()
     try:
         params = getattr(_import("packed_seq_params", required=True), "PackedSeqParams", None)
         if params is None:
             raise UBUnsupportedError("packed_seq_params has no PackedSeqParams")
         adapter = Adapter(PadFlags(params, pad_policy))
-        _adapter = adapter  # from here on uninstall() takes its part back too
+        _adapter = adapter
         for owner in _blocks():
             _patches.replace(owner, "forward", adapter.wrap_block)
         schedules = _import(_SCHEDULES, required=True)
@@ -133,21 +149,32 @@ def install(config: Any = None, *, pad_policy: Policy = "conservative", **option
             if hasattr(schedules, name):
                 _patches.replace(schedules, name, _refuse_combined)
     except Exception as error:
-        uninstall()
+        _take_back()
+        api.uninstall()
         if not isinstance(error, UBUnsupportedError):
             raise
         raise UBUnsupportedError(f"megatron-core {_version(core)}: {error}; {KNOWN} are known to work") from error
 
 
 def uninstall() -> list[str]:
-    """Give Megatron and TE their names back; returns those that somebody else has replaced since :func:`install`."""
+    """Give Megatron and TE their names back; returns those that somebody else has replaced since :func:`install`.
+
+    What ``graph_decoder`` made is removed too; :class:`UBStateError`, with nothing taken back, while a graph waits for
+    its backward.
+    """
+    return _take_back() + api.uninstall() if _adapter is not None else []
+
+
+def _take_back() -> list[str]:
+    """Megatron's part of :func:`uninstall`."""
     global _adapter
-    left = _patches.undo()
-    if _adapter is not None:
-        _adapter.pad.remove()
-        _adapter = None
-        left += api.uninstall()
-    return left
+    if _adapter is None:
+        return []
+    for decoder in tuple(_adapter.decoders):
+        decoder.remove()
+    _adapter.pad.remove()
+    _adapter = None
+    return _patches.undo()
 
 
 def is_installed() -> bool:
@@ -217,7 +244,7 @@ def _places(forward: Callable[..., Any], *names: str) -> list[int]:
 def _refuse_combined(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def schedule(*args: Any, **kwargs: Any) -> Any:
-        if api.is_ub_initialized():
+        if is_installed() and api.is_ub_initialized():
             refuse("overlap_moe_expert_parallel_comm", True, COMBINED)
         return original(*args, **kwargs)
 

@@ -31,12 +31,14 @@ class GraphedDecoder:
     def __init__(self, blocks: list[torch.nn.Module], **options: Any) -> None:
         manager, shared = api.manager(), adapter()
         self._patches = Patches()
+        self._shared = shared
         self.graphs: list[GraphedMicrobatches] = []
         for block in blocks:
             stored = _Block(block, shared)
             graphed = GraphedMicrobatches(stored, manager, **options)
             self._patches.add(block, "forward", _forward(block, stored, graphed, shared))
             self.graphs.append(graphed)
+        shared.decoders.append(self)
 
     @property
     def captures(self) -> int:
@@ -52,6 +54,8 @@ class GraphedDecoder:
         for graphed in self.graphs:
             graphed.clear()
         self._patches.undo()
+        if self in self._shared.decoders:
+            self._shared.decoders.remove(self)
 
 
 def graph_decoder(

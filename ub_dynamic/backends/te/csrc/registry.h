@@ -20,6 +20,12 @@ namespace ub_dynamic {
 
 namespace py = pybind11;
 
+// Transformer Engine's own destroy_ub was called, past this package.
+[[noreturn]] inline void refuse_state(const char *text) {
+  PyErr_SetString(py::module_::import("ub_dynamic.errors").attr("UBStateError").ptr(), text);
+  throw py::error_already_set();
+}
+
 inline void reshape(te::TensorWrapper &tensor, char *data, te::DType dtype, size_t rows, size_t hidden) {
   NVTEShape shape;
   shape.ndim = 2;
@@ -78,7 +84,7 @@ struct Entry {
   }
 
   void check_alive() const {
-    if (!alive(reference)) throw std::runtime_error("a communicator was destroyed behind the registry's back");
+    if (!alive(reference)) refuse_state("a communicator was destroyed behind the registry's back: call destroy_ub");
   }
 };
 
@@ -209,7 +215,7 @@ class Registry {
     for (const auto &pair : pairs_) entries_[pair.first].check_alive(), entries_[pair.second].check_alive();
     PyObject *table = pairs_.empty() ? nullptr : PyDict_GetItemWithError(namespace_.ptr(), name_.ptr());
     if (!pairs_.empty() && (table == nullptr || !PyDict_Check(table))) {
-      throw std::runtime_error("Transformer Engine's table of communicators is gone");
+      refuse_state("Transformer Engine's table of communicators is gone: call destroy_ub");
     }
     for (size_t i = 0; i < pairs_.size(); ++i) {
       if (pairs_[i].exchanged != plan.exchanged[i]) exchange(table, pairs_[i]);
