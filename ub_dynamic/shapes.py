@@ -118,7 +118,7 @@ def parse_shape(shape: Any, what: str = "active shape") -> Shape:
 
 
 def parse_tokens(tokens: Any) -> int:
-    """A number of tokens as a positive Python int, of what :func:`parse_shape` takes; :class:`UBShapeError` otherwise."""
+    """A number of tokens, as :func:`parse_shape` takes it, as a positive int; :class:`UBShapeError` otherwise."""
     count = _as_int(tokens, "a number of tokens T must be an int")
     if count <= 0:
         raise UBShapeError(f"T = {count}: tokens must be positive; skip the microbatch on all TP ranks instead")

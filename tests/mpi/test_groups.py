@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ub_dynamic.board import RankBoard
-from ub_dynamic.errors import UBRankMismatchError, UBShapeError, UBTimeoutError
+from ub_dynamic.errors import UBRankMismatchError, UBShapeError, UBStateError, UBTimeoutError, UBUnsupportedError
 from ub_dynamic.groups import MPIGroup, TorchGroup, tensor_parallel_group
 
 
@@ -38,6 +38,30 @@ def test_a_group_of_ones_own(mpi_comm: Any) -> None:
 def test_a_world_that_cannot_be_cut(tp_size: int, mpi_comm: Any) -> None:
     with pytest.raises(UBShapeError, match=f"world of 4 rank.*tp_size = {tp_size}"):
         tensor_parallel_group(tp_size)
+
+
+@pytest.mark.mpi(2)
+def test_ranks_with_different_sizes_all_learn_it(mpi_comm: Any) -> None:
+    for sizes in ((2, 1), (2, 3)):
+        with pytest.raises(UBRankMismatchError, match=f"rank 0: tp_size = 2; rank 1: tp_size = {sizes[1]}"):
+            tensor_parallel_group(sizes[mpi_comm.Get_rank()])
+
+
+@pytest.mark.mpi(2, launcher="torchrun")
+def test_ranks_of_torchrun_with_different_sizes_all_learn_it() -> None:
+    tensor_parallel_group(2).close()
+    with pytest.raises(UBRankMismatchError, match="rank 0: tp_size = 2; rank 1: tp_size = 1"):
+        tensor_parallel_group(2 - dist.get_rank())
+
+
+@pytest.mark.mpi(2)
+def test_a_bootstrap_that_is_not_there(mpi_comm: Any) -> None:
+    with pytest.raises(UBUnsupportedError, match="bootstrap_backend = 'ucx': it is one of mpi, gloo, nccl, or None"):
+        tensor_parallel_group(2, bootstrap_backend="ucx")
+    for name in ("gloo", "nccl"):
+        with pytest.raises(UBStateError, match=f"bootstrap_backend = '{name}': an MPI launcher started the ranks"):
+            tensor_parallel_group(2, bootstrap_backend=name)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.mpi(2)

@@ -298,6 +298,8 @@ class TestPolicy:
         ({"tp_size": True}, ub.UBShapeError, "tp_size = True"),
         ({"tp_group": [0, 1]}, ub.UBUnsupportedError, r"tp_group = \[0, 1\]: it is an mpi4py communicator"),
         ({"timeout": "20"}, ub.UBStateError, "timeout = '20': it is a positive, finite number of seconds"),
+        ({"timeout": float("inf")}, ub.UBStateError, "timeout = inf: it is a positive, finite number of seconds"),
+        ({"dtype": "float32"}, ub.UBUnsupportedError, "dtype = 'float32': it is a torch.dtype"),
         ({"check": "often"}, ub.UBStateError, 'check = .often.: it is "deferred"'),
         ({"ub_cfgs": 3}, ub.UBShapeError, "ub_cfgs = 3: it maps communicator names"),
         ({"ub_cfgs": [{}]}, ub.UBUnsupportedError, "takes one ub_cfgs mapping"),

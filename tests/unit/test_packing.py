@@ -160,8 +160,23 @@ def test_pack_and_unpack() -> None:
         batch.pack([documents[0], documents[1], documents[0]])
     with pytest.raises(UBShapeError, match="got 2 tensors, the batch has 3 documents"):
         batch.pack(documents[:2])
+    with pytest.raises(UBShapeError, match=r"documents\[1\] is a ndarray, not a tensor"):
+        batch.pack([documents[0], documents[1].numpy(), documents[2]])
     with pytest.raises(UBShapeError, match="got 15 rows: this batch has T = 16"):
         batch.unpack(packed[:15])
+
+
+def test_gradients_go_through_pack() -> None:
+    batch = PackedBatch.from_lengths([3, 2], align=8)
+    documents = [torch.ones(n, requires_grad=True) for n in (3, 2)]
+    (batch.pack(iter(documents), fill=7) * torch.arange(8)).sum().backward()
+    assert [document.grad.tolist() for document in documents] == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("lengths", [np.array(3), 3, None, [np.array([1, 2])], [1.5], "12"])
+def test_what_are_no_lengths(lengths: Any) -> None:
+    with pytest.raises(UBShapeError, match="lengths must"):
+        PackedBatch.from_lengths(lengths)
 
 
 class Operations(TorchDispatchMode):

@@ -150,3 +150,11 @@ def test_fixed_count_errors() -> None:
         plan_fixed_count([5], 0)
     with pytest.raises(UBShapeError, match=r"documents \[1\] would make a microbatch without any token"):
         plan_fixed_count([5, 0], 1)
+
+
+@pytest.mark.parametrize("count", [None, 0, -1, 2.0, True, "8"])
+def test_a_budget_that_is_no_count(count: Any) -> None:
+    with pytest.raises(UBShapeError, match="max_tokens = .*: it must be an int of at least 1"):
+        plan_microbatches([3, 4], count)
+    with pytest.raises(UBShapeError, match="documents_per_microbatch = .*: it must be an int of at least 1"):
+        plan_fixed_count([3, 4], count)
