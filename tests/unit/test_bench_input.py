@@ -105,7 +105,8 @@ REFUSED = [
     ("tune --out t.json --tokens 512:64", "the next valid value is 512:512"),
     ("tune --out t.json --hidden 40", "the next valid H is 64"),
     ("tune --out t.json --tp 3", "tp = 3"),
-    ("tune --out t.json --tokens 512,1024", "'512,1024' is not FIRST:LAST"),
+    ("tune --out t.json --tokens 512,a", "'a' of '512,a' is not a T in the digits 0 to 9"),
+    ("tune --out t.json --hidden 32 --tokens 2,4", "the next valid capacity is [8, 32]"),
     ("tune --out bad.json", "bad.json: no tuning table"),
     ("tune --out deep/t.json --seconds inf", "seconds = inf"),
 ]  # fmt: skip
@@ -196,3 +197,21 @@ def test_on_gpus_a_table_is_held_against_te_s_own_limits() -> None:
     TABLE.save("cpu.json")
     with pytest.raises(UBUnsupportedError, match="mode is cpu-mpi, here 2-gpus"):
         check_asked("tp-step", {**options, "policy": "cpu.json"}, "te", 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "measured"), [("64,128", [64, 128]), ("100,63", [64, 100]), ("63:127", [64, 126]), ("64:99", [64, 98])]
+)
+def test_tune_takes_the_tokens_that_bench_takes(
+    monkeypatch: pytest.MonkeyPatch, tokens: str, measured: list[int]
+) -> None:
+    jobs: list[Any] = []
+
+    def run(job: Any, *_: Any, **__: Any) -> Ended:
+        jobs.append(job)
+        raise Started
+
+    monkeypatch.setattr(measuring, "run", run)
+    for words in ("tune --out t.json", "bench op"):
+        command(*words.split(), "--tokens", tokens)
+    assert [job["options"]["tokens"] for job in jobs] == [measured, measured]

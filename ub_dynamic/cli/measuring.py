@@ -31,8 +31,8 @@ Hidden = Annotated[int | None, typer.Option(min=8, help="H; default 4096 on GPUs
 Ffn = Annotated[int | None, typer.Option(min=8, help="Features between fc1 and fc2; default 4 H")]
 Tokens = Annotated[
     str | None,
-    typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096; default 512:16384 on "
-                      "GPUs, 64:512 on the host"),
+    typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096, each rounded to a valid "
+                      "T; default 512:16384 on GPUs, 64:512 on the host"),
 ]  # fmt: skip
 _WHOLE = re.compile("[0-9]{1,18}")  # str.isdigit takes digits that int does not
 Seconds = Annotated[float, typer.Option(min=1, help="Time to measure in, without starting the ranks")]
@@ -74,7 +74,7 @@ def token_range(text: str | None, backend: str) -> tuple[int, int]:
 
 
 def token_list(text: str | None, backend: str, tp: int, hidden: int) -> list[int]:
-    """Every T of ``FIRST:LAST`` or of a list, each rounded up to a T that every method takes."""
+    """Every T of ``FIRST:LAST`` or of a list, each rounded up (``LAST`` down) to a T that every method takes."""
     multiple = any_method_multiple(hidden, tp)
     if text is None or ":" in text:
         try:

@@ -23,7 +23,7 @@ from .measuring import (
     gemm_names,
     refuse,
     sizes,
-    token_range,
+    token_list,
 )
 from .pictures import PictureFile
 from .tables import show_table
@@ -52,12 +52,10 @@ def tune(
     """  # fmt: skip
     chosen = check_backend(backend)
     size, between = sizes(chosen, hidden, ffn)
-    first, last = token_range(tokens, chosen)
     options = {
         "hidden": size,
         "ffn": between,
-        "first": first,
-        "last": last,
+        "tokens": token_list(tokens, chosen, tp, size),
         "gemms": gemm_names(gemms),
         "seconds": seconds,
     }
