@@ -80,6 +80,7 @@ REFUSED = [
     ("bench op --ffn 1025", "ffn = 1025 must be a positive multiple of tp = 2; the next valid value is 1026"),
     ("bench op --policy bad.json", "bad.json: no tuning table that this version reads: format is 1"),
     ("bench op --policy other.json", "hidden is 512, here 256"),
+    ("bench op --json Result.json", "--json: Result.json: name it with lower-case letters, digits and _"),
     ("bench op --seconds inf", "seconds = inf: a number above 0"),
     ("bench tp-step --hidden 40", "the next valid H is 64"),
     ("bench tp-step --capacity 101", "the next valid capacity is [102, 256]"),
@@ -125,7 +126,6 @@ def test_bad_input_starts_nothing(words: str, says: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "bench op --json Result.json",
         "bench op --seconds nan",
         "bench op --ranks 1",
         "bench op --hidden 0",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..errors import UBDynamicError
-from .pictures import PictureFile
+from .files import PictureFile, writing
 from .tables import show_table
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def advise(
     if out is not None:
         from .advise_picture import draw
 
-        draw(found, out)
+        with writing("advise", out):
+            draw(found, out)
         typer.echo(f"Drawn to {out}", err=as_json)
 
 

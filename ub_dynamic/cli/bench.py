@@ -16,11 +16,11 @@ from ..bench.start import mode_of
 from ..bench.tp_step import ARMS as STEP_ARMS
 from ..bench.workloads import DISTRIBUTIONS
 from ..testing.results import write_result
+from .files import JsonFile, PictureFile, writing
 from .measuring import (
     Backend,
     Ffn,
     Hidden,
-    JsonFile,
     Ranks,
     Seconds,
     Tokens,
@@ -32,7 +32,6 @@ from .measuring import (
     sizes,
     token_list,
 )
-from .pictures import PictureFile
 from .tables import show_table
 
 bench = typer.Typer(
@@ -222,12 +221,14 @@ def _measure(
     figures = {**BENCHES[name].figures(ended.rows), **({"failed_starts": 1} if ended.status else {})}
     _show(watched, ended.rows, figures)
     if json is not None:
-        path = write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
-        watched.console.print(f"Written to {path}", highlight=False)
+        with writing(f"bench {name}", json):
+            write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
+        watched.console.print(f"Written to {json}", highlight=False)
     if plot is not None and ended.rows:
         from ..bench.step_curves import draw
 
-        draw(ended.rows, f"Step time against T, {mode_of(chosen, ranks)}", plot)
+        with writing(f"bench {name}", plot):
+            draw(ended.rows, f"Step time against T, {mode_of(chosen, ranks)}", plot)
         watched.console.print(f"Drawn to {plot}", highlight=False)
     if ended.status:
         raise typer.Exit(1)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -20,6 +19,7 @@ from ..bench.start import Ended, mode_of, run
 from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
 from ..testing.one_gpu import signals_as_exit
+from .files import refuse
 
 INTERRUPTED = 130
 # What starting ranks, imports and one cell more than planned may take.
@@ -36,12 +36,6 @@ Tokens = Annotated[
 ]  # fmt: skip
 _WHOLE = re.compile("[0-9]{1,18}")  # str.isdigit takes digits that int does not
 Seconds = Annotated[float, typer.Option(min=1, help="Time to measure in, without starting the ranks")]
-
-
-def refuse(title: str, reason: object) -> NoReturn:
-    """Say in one line what is wrong with the input, and exit 2."""
-    typer.echo(f"{title}: {reason}", err=True)
-    raise typer.Exit(2)
 
 
 def check_backend(name: str) -> BackendName:
@@ -164,17 +158,3 @@ class Watched:
             self.console.print(f"[yellow]left out:[/] {event['refused']}", highlight=False)
         elif "row" in event and self._on_row is not None:
             self._on_row(event["row"])
-
-
-def json_file(path: Path | None) -> Path | None:
-    """Check the name of a result file before anything is measured."""
-    if path is None:
-        return None
-    if path.suffix != ".json" or not re.fullmatch(r"[a-z0-9_]+", path.stem):
-        raise typer.BadParameter(f"{path.name}: name it with lower-case letters, digits and _, as in ops_x2.json")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
-
-
-JsonFile = Annotated[Path | None, typer.Option("--json", callback=json_file, help="Write a result file")]

@@ -12,6 +12,7 @@ from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
 from ..errors import UBDynamicError
 from ..tuning_table import TuningRow
+from .files import PictureFile, refuse, writing
 from .measuring import (
     Backend,
     Ffn,
@@ -21,11 +22,9 @@ from .measuring import (
     check_backend,
     checked,
     gemm_names,
-    refuse,
     sizes,
     token_list,
 )
-from .pictures import PictureFile
 from .tables import show_table
 
 
@@ -75,7 +74,8 @@ def tune(
     if plot is not None:
         from ..bench.curves import draw
 
-        draw(table, plot)
+        with writing("tune", plot):
+            draw(table, plot)
         watched.console.print(f"Drawn to {plot}", highlight=False)
     if ended.status:
         raise typer.Exit(1)
