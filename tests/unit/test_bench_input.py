@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measuring, "run", run)
     monkeypatch.setattr(asked, "mode_of", lambda backend, ranks: "cpu-mpi" if backend == "host" else f"{ranks}-gpus")
     monkeypatch.setattr(measuring, "mode_of", asked.mode_of)
-    monkeypatch.setattr("ub_dynamic.cli.tune.mode_of", asked.mode_of)
+    for module in ("tune", "bench"):
+        monkeypatch.setattr(f"ub_dynamic.cli.{module}.mode_of", asked.mode_of)
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text('{"format": 1}')
     Path("lengths").write_text("12\n²\n")
@@ -215,3 +217,44 @@ def test_tune_takes_the_tokens_that_bench_takes(
     for words in ("tune --out t.json", "bench op"):
         command(*words.split(), "--tokens", tokens)
     assert [job["options"]["tokens"] for job in jobs] == [measured, measured]
+
+
+def interrupt(rows: list[Any], signalled: BaseException) -> Any:
+    def run(job: Any, backend: Any, ranks: int, timeout_s: float, on_event: Any, **_: Any) -> Ended:
+        for row in rows:
+            on_event({"row": row})
+        raise signalled
+
+    return run
+
+
+@pytest.mark.parametrize(("signalled", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_bench_that_is_ended_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, signalled: BaseException, status: int
+) -> None:
+    rows = [{"gemm": gemm, "tokens": 64, "default_us": 3.25} for gemm in ("fc1_fprop", "fc2_fprop")]
+    monkeypatch.setattr(measuring, "run", interrupt(rows, signalled))
+    result = command("bench", "op", "--json", "kept.json")
+    assert result.exit_code == status, result.output
+    assert "ended early; nothing is left running; rows that were measured: 2" in result.output
+    assert "fc2_fprop" in result.output
+    record = json.loads(Path("kept.json").read_text())
+    assert record["rows"] == rows and record["figures"]["failed_starts"] == 1
+
+
+def test_without_a_row_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "run", interrupt([], KeyboardInterrupt()))
+    result = command("bench", "op", "--json", "kept.json")
+    assert result.exit_code == 130 and "ended early; nothing is left running" in result.output
+    assert not Path("kept.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [([], "the same command goes on"), (["--restart"], "the same command without --restart goes on")]
+)
+def test_a_tune_that_is_ended_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+    monkeypatch.setattr(measuring, "run", interrupt(TABLE.to_json()["rows"], KeyboardInterrupt()))
+    result = command("tune", "--out", "t.json", *words)
+    assert result.exit_code == 130, result.output
+    assert "Written to t.json" in result.output and says in result.output
+    assert TuningTable.load("t.json").rows == TABLE.rows

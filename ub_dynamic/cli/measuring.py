@@ -107,10 +107,12 @@ class Watched:
     def __init__(self, title: str, on_row: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         self.console, self._title, self._on_row = Console(), title, on_row
         self.refused: list[str] = []
+        self.exit_status = 0
+        self._events: list[Mapping[str, Any]] = []
 
     def run(self, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int, seconds: float) -> Ended:
-        """Measure, or exit: 2 for what cannot be measured here, 130 after Ctrl-C, 1 if a rank failed before there was
-        a row. With rows and a status other than 0 the caller keeps them, and exits 1."""
+        """Measure, or exit: 2 for what cannot be measured here; without any row 130 after Ctrl-C, 128 + N after signal
+        N, 1 if a rank failed. With rows the caller keeps them, and ends with ``exit_status``."""
         try:
             mode = mode_of(backend, ranks)
             self.console.print(f"[bold]{self._title}[/] on {mode}", highlight=False)
@@ -124,18 +126,27 @@ class Watched:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
-            typer.echo(f"{self._title}: ended; nothing is left running", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            return self._ended_by_signal(INTERRUPTED)
         except SystemExit as signalled:
-            typer.echo(f"{self._title}: ended; nothing is left running", err=True)
-            raise typer.Exit(int(signalled.code or 0)) from None
+            return self._ended_by_signal(int(signalled.code or 0))
         except OSError as error:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(1) from error
         if ended.status:
             typer.echo(f"{self._title}: the ranks ended with status {ended.status}\n{ended.output}", err=True)
+            self.exit_status = 1
             if not ended.rows:
                 raise typer.Exit(1)
+        return ended
+
+    def _ended_by_signal(self, status: int) -> Ended:
+        """What the ranks said until then: the reader has passed all of it on when the signal gets here."""
+        ended = Ended(status, tuple(self._events), "")
+        kept = f"; rows that were measured: {len(ended.rows)}" if ended.rows else ""
+        typer.echo(f"{self._title}: ended early; nothing is left running{kept}", err=True)
+        self.exit_status = status
+        if not ended.rows:
+            raise typer.Exit(status)
         return ended
 
     def _progress(self) -> Progress:
@@ -150,6 +161,7 @@ class Watched:
         )
 
     def _take(self, event: Mapping[str, Any]) -> None:
+        self._events.append(event)
         if "progress" in event:
             said = event["progress"]
             self._bar.update(self._task, completed=said["done"], total=said["total"], description=said["text"])

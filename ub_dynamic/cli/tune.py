@@ -67,18 +67,21 @@ def tune(
     watched = Watched("tune", on_row=growing.take)
     if growing.done:
         watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
-    ended = watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
+    watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
+    if watched.exit_status or len(growing.done) < len(table.rows):
+        same = "the same command without --restart" if restart else "the same command"
+        watched.console.print(f"Not every cell is measured: {same} goes on with the others", highlight=False)
     if plot is not None:
         from ..bench.curves import draw
 
         with writing("tune", plot):
             draw(table, plot)
         watched.console.print(f"Drawn to {plot}", highlight=False)
-    if ended.status:
-        raise typer.Exit(1)
+    if watched.exit_status:
+        raise typer.Exit(watched.exit_status)
 
 
 def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:
