@@ -231,5 +231,14 @@ def test_tables_for_something_else_are_refused() -> None:
         measured_step_time(table(measured("fc1_fprop", 8, 1.0)), Workload(8, 4))
     with pytest.raises(UBUnsupportedError, match="for hidden = 64"):
         measured_step_time(table(measured("fc1_fprop", 8, 1.0)), Workload(8, 2, hidden=128))
+    unchosen = TuningRow("fc1_fprop", 8, OverlapConfig("bulk"), "", measured("fc1_fprop", 8, 1.0).candidates)
     with pytest.raises(UBUnsupportedError, match="no time for fc1_fprop at T = 8"):
-        measured_step_time(table(TuningRow("fc1_fprop", 8, OverlapConfig("none"), "")), Workload(8, 2))
+        measured_step_time(table(unchosen), Workload(8, 2))
+
+
+def test_a_table_whose_time_was_over_says_how_it_is_finished() -> None:
+    unmeasured = TuningRow("fc1_fprop", 8, OverlapConfig("none"), "")
+    with pytest.raises(
+        UBUnsupportedError, match=r"not finished: fc1_fprop at T = 8 was not measured.*tune again with the same --out"
+    ):
+        measured_step_time(table(measured("fc1_fprop", 16, 1.0), unmeasured), Workload(8, 2))
