@@ -167,7 +167,8 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
         ([60, 60, 40, 40], Workload(100, window=2), "a larger --window than 2 documents"),
         ([64, 64], Workload(64), "Padding to capacity costs 0.0%"),
         ([32, 64], Workload(64, plan="fixed", documents=1), "Set T per microbatch: 25.0% of the tokens"),
-        ([32, 64], Workload(64, plan="fixed", documents=1), "2 buckets are enough: T padded to 32, 64"),
+        ([20, 63, 64], Workload(64, plan="fixed", documents=1), "2 buckets are enough: T padded to 20, 64"),
+        ([20, 63, 64], Workload(64, plan="fixed", documents=1), "with 2 graphs instead of 3."),
         ([32], Workload(64, 2), "a capacity of 32 is enough."),
         ([1], Workload(256, plan="fixed", documents=1), "takes about 0.0039 of its time"),
         ([32], Workload(64, 2, hidden=256), "a capacity of 32 is enough, and saves"),
@@ -175,6 +176,12 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
 )
 def test_advice(lengths: list[int], workload: Workload, says: str) -> None:
     assert says in " ".join(advice(run(lengths, workload)))
+
+
+@pytest.mark.parametrize("lengths", [[32], [32, 64], [8, 16, 24, 32, 40, 48, 56]])
+def test_buckets_that_save_no_graph_are_no_advice(lengths: list[int]) -> None:
+    found = run(lengths, Workload(64, plan="fixed", documents=1), buckets=(2, 7, 16))
+    assert "buckets are enough" not in " ".join(advice(found))
 
 
 @pytest.mark.parametrize(

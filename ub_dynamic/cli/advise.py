@@ -137,11 +137,13 @@ def _show(console: Console, found: Report, advice: list[str], predicted_by: str)
         f"capacity {asked.capacity:,}, tp {asked.tp}, cp {asked.cp}",
         highlight=False,
     )
-    _table(console, "T of a microbatch", [_quantiles(found.tokens)], lambda value: f"{value:,.0f}")
+    one = "" if asked.cp == 1 else " on a CP rank"
+    _table(console, f"T of a microbatch{one}", [_quantiles(found.tokens)], lambda value: f"{value:,.0f}")
+    tokens = "rows of a CP rank" if one else "tokens"
     rows = [
         {
             "shapes": each.name,
-            "tokens": f"{each.tokens:,}",
+            tokens: f"{each.tokens:,}",
             "waste": f"{each.waste:.2%}",
             "step time": f"{each.time_ratio:.4f}",
             "CUDA graphs": f"{each.graphs:,}",
