@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,3 +261,38 @@ def test_a_tune_that_is_ended_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 130, result.output
     assert "Written to t.json" in result.output and says in result.output
     assert TuningTable.load("t.json").rows == TABLE.rows
+
+
+@pytest.mark.parametrize("value", ["abc", "", "nan", "inf", "0", "-3"])
+@pytest.mark.parametrize("words", ["bench op", "tune --out t.json"])
+def test_a_start_time_that_is_none_is_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, words: str, value: str
+) -> None:
+    monkeypatch.setenv("UB_DYNAMIC_BENCH_START_S", value)
+    result = command(*words.split())
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    (line,) = result.output.splitlines()
+    assert f"UB_DYNAMIC_BENCH_START_S: {value!r} is no finite number of seconds above 0" in line
+
+
+def test_a_start_time_is_read_only_where_ranks_are_started() -> None:
+    wrong = {**os.environ, "UB_DYNAMIC_BENCH_START_S": "abc"}
+    code = "import ub_dynamic.cli.app, ub_dynamic.cli.measuring"
+    subprocess.run([sys.executable, "-c", code], env=wrong, check=True, timeout=120)
+
+
+def test_the_start_time_is_added_to_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def run(job: Any, backend: Any, ranks: int, timeout_s: float, *_: Any, **__: Any) -> Ended:
+        limits.append(timeout_s)
+        raise Started
+
+    monkeypatch.setattr(measuring, "run", run)
+    for value in ("7.5", None):
+        if value is None:
+            monkeypatch.delenv("UB_DYNAMIC_BENCH_START_S")
+        else:
+            monkeypatch.setenv("UB_DYNAMIC_BENCH_START_S", value)
+        command("bench", "op", "--seconds", "10")
+    assert limits == [17.5, 160]
