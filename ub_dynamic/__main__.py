@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -15,7 +16,15 @@ def main() -> int:
         return 2
     from .cli.app import app
 
-    app(prog_name="python -m ub_dynamic")
+    try:
+        app(prog_name="python -m ub_dynamic")
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # A standard stream; what it still holds would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"python -m ub_dynamic: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -29,6 +29,7 @@ from .backends.names import check_choices
 from .errors import UBShapeError, UBUnsupportedError, shown
 from .json_fields import Fields, check_time, check_whole
 from .modes import WORDS, is_mode
+from .output_file import check_regular
 from .overlap import OverlapConfig
 from .policy import Choice, Policy
 
@@ -167,8 +168,9 @@ class TuningTable:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file, at once or not at all; returns its path."""
+        """Write the file, at once or not at all; returns its path. :class:`UBUnsupportedError` for what is no file."""
         target = Path(path)
+        check_regular(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         partial.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")

@@ -138,6 +138,35 @@ def test_a_signal_ends_the_ranks_and_keeps_the_cells(tmp_path: Path, number: sig
     assert TuningTable.load(path).rows
 
 
+def test_a_signal_leaves_the_rows_of_a_bench(tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    words = ("bench", "op", *SMALL, "--tokens", "32:128", "--seconds", "48", "--json", str(result))
+    mark = new_mark()
+    process = subprocess.Popen(
+        command(words),
+        env={**environment(), **mark, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not any('"row"' in path.read_text() for path in tmp_path.glob("*/events")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        shown, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "nothing is left running" in said and "Traceback" not in said
+    assert not marked_pids(mark)
+    record = json.loads(result.read_text())
+    assert record["rows"] and record["figures"]["failed_starts"] == 1
+    assert all(row["gemm"] in shown for row in record["rows"])
+
+
 @pytest.mark.parametrize("words", [("tune", "--out", "table.json"), ("bench", "op")], ids=["tune", "bench"])
 def test_ranks_end_when_what_started_them_is_killed(tmp_path: Path, words: Sequence[str]) -> None:
     mark = new_mark()

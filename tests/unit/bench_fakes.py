@@ -117,11 +117,8 @@ class FakeManager:
     def switch(self, plan: str) -> None:
         self._world.standing = plan
 
-    def max_tokens(self) -> int:
-        return self._rule.maximum
-
-    def token_multiple(self) -> int:
-        return self._rule.multiple
+    def round_up_tokens(self, tokens: int) -> int:
+        return self._rule.round_up(tokens)
 
     def set_active_shape(self, shape: Any) -> None:
         return

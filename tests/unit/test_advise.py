@@ -167,7 +167,8 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
         ([60, 60, 40, 40], Workload(100, window=2), "a larger --window than 2 documents"),
         ([64, 64], Workload(64), "Padding to capacity costs 0.0%"),
         ([32, 64], Workload(64, plan="fixed", documents=1), "Set T per microbatch: 25.0% of the tokens"),
-        ([32, 64], Workload(64, plan="fixed", documents=1), "2 buckets are enough: T padded to 32, 64"),
+        ([20, 63, 64], Workload(64, plan="fixed", documents=1), "2 buckets are enough: T padded to 20, 64"),
+        ([20, 63, 64], Workload(64, plan="fixed", documents=1), "with 2 graphs instead of 3."),
         ([32], Workload(64, 2), "a capacity of 32 is enough."),
         ([1], Workload(256, plan="fixed", documents=1), "takes about 0.0039 of its time"),
         ([32], Workload(64, 2, hidden=256), "a capacity of 32 is enough, and saves"),
@@ -175,6 +176,12 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
 )
 def test_advice(lengths: list[int], workload: Workload, says: str) -> None:
     assert says in " ".join(advice(run(lengths, workload)))
+
+
+@pytest.mark.parametrize("lengths", [[32], [32, 64], [8, 16, 24, 32, 40, 48, 56]])
+def test_buckets_that_save_no_graph_are_no_advice(lengths: list[int]) -> None:
+    found = run(lengths, Workload(64, plan="fixed", documents=1), buckets=(2, 7, 16))
+    assert "buckets are enough" not in " ".join(advice(found))
 
 
 @pytest.mark.parametrize(
@@ -231,5 +238,14 @@ def test_tables_for_something_else_are_refused() -> None:
         measured_step_time(table(measured("fc1_fprop", 8, 1.0)), Workload(8, 4))
     with pytest.raises(UBUnsupportedError, match="for hidden = 64"):
         measured_step_time(table(measured("fc1_fprop", 8, 1.0)), Workload(8, 2, hidden=128))
+    unchosen = TuningRow("fc1_fprop", 8, OverlapConfig("bulk"), "", measured("fc1_fprop", 8, 1.0).candidates)
     with pytest.raises(UBUnsupportedError, match="no time for fc1_fprop at T = 8"):
-        measured_step_time(table(TuningRow("fc1_fprop", 8, OverlapConfig("none"), "")), Workload(8, 2))
+        measured_step_time(table(unchosen), Workload(8, 2))
+
+
+def test_a_table_whose_time_was_over_says_how_it_is_finished() -> None:
+    unmeasured = TuningRow("fc1_fprop", 8, OverlapConfig("none"), "")
+    with pytest.raises(
+        UBUnsupportedError, match=r"not finished: fc1_fprop at T = 8 was not measured.*tune again with the same --out"
+    ):
+        measured_step_time(table(measured("fc1_fprop", 16, 1.0), unmeasured), Workload(8, 2))

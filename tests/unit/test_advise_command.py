@@ -30,6 +30,15 @@ def test_command_shows_all(some: Path) -> None:
     assert record["advice"]
 
 
+@pytest.mark.parametrize(("cp", "column"), [(1, "tokens"), (2, "rows of a CP rank")])
+def test_the_column_says_whose_rows_it_counts(some: Path, cp: int, column: str) -> None:
+    output = command(some, "--capacity", 2048, "--cp", cp).output
+    (heads,) = [line for line in output.splitlines() if "CUDA graphs" in line]
+    assert column in heads
+    assert ("T of a microbatch on a CP rank" in output) == (cp == 2)
+    assert ("tokens" in heads) == (cp == 1)
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_command_draws(some: Path, suffix: str) -> None:
     out = some.with_suffix(f".{suffix}")

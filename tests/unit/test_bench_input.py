@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +51,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measuring, "run", run)
     monkeypatch.setattr(asked, "mode_of", lambda backend, ranks: "cpu-mpi" if backend == "host" else f"{ranks}-gpus")
     monkeypatch.setattr(measuring, "mode_of", asked.mode_of)
-    monkeypatch.setattr("ub_dynamic.cli.tune.mode_of", asked.mode_of)
+    for module in ("tune", "bench"):
+        monkeypatch.setattr(f"ub_dynamic.cli.{module}.mode_of", asked.mode_of)
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text('{"format": 1}')
     Path("lengths").write_text("12\n²\n")
@@ -80,6 +85,7 @@ REFUSED = [
     ("bench op --ffn 1025", "ffn = 1025 must be a positive multiple of tp = 2; the next valid value is 1026"),
     ("bench op --policy bad.json", "bad.json: no tuning table that this version reads: format is 1"),
     ("bench op --policy other.json", "hidden is 512, here 256"),
+    ("bench op --json Result.json", "--json: Result.json: name it with lower-case letters, digits and _"),
     ("bench op --seconds inf", "seconds = inf: a number above 0"),
     ("bench tp-step --hidden 40", "the next valid H is 64"),
     ("bench tp-step --capacity 101", "the next valid capacity is [102, 256]"),
@@ -105,7 +111,8 @@ REFUSED = [
     ("tune --out t.json --tokens 512:64", "the next valid value is 512:512"),
     ("tune --out t.json --hidden 40", "the next valid H is 64"),
     ("tune --out t.json --tp 3", "tp = 3"),
-    ("tune --out t.json --tokens 512,1024", "'512,1024' is not FIRST:LAST"),
+    ("tune --out t.json --tokens 512,a", "'a' of '512,a' is not a T in the digits 0 to 9"),
+    ("tune --out t.json --hidden 32 --tokens 2,4", "the next valid capacity is [8, 32]"),
     ("tune --out bad.json", "bad.json: no tuning table"),
     ("tune --out deep/t.json --seconds inf", "seconds = inf"),
 ]  # fmt: skip
@@ -124,7 +131,6 @@ def test_bad_input_starts_nothing(words: str, says: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "bench op --json Result.json",
         "bench op --seconds nan",
         "bench op --ranks 1",
         "bench op --hidden 0",
@@ -196,3 +202,97 @@ def test_on_gpus_a_table_is_held_against_te_s_own_limits() -> None:
     TABLE.save("cpu.json")
     with pytest.raises(UBUnsupportedError, match="mode is cpu-mpi, here 2-gpus"):
         check_asked("tp-step", {**options, "policy": "cpu.json"}, "te", 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "measured"), [("64,128", [64, 128]), ("100,63", [64, 100]), ("63:127", [64, 126]), ("64:99", [64, 98])]
+)
+def test_tune_takes_the_tokens_that_bench_takes(
+    monkeypatch: pytest.MonkeyPatch, tokens: str, measured: list[int]
+) -> None:
+    jobs: list[Any] = []
+
+    def run(job: Any, *_: Any, **__: Any) -> Ended:
+        jobs.append(job)
+        raise Started
+
+    monkeypatch.setattr(measuring, "run", run)
+    for words in ("tune --out t.json", "bench op"):
+        command(*words.split(), "--tokens", tokens)
+    assert [job["options"]["tokens"] for job in jobs] == [measured, measured]
+
+
+def interrupt(rows: list[Any], signalled: BaseException) -> Any:
+    def run(job: Any, backend: Any, ranks: int, timeout_s: float, on_event: Any, **_: Any) -> Ended:
+        for row in rows:
+            on_event({"row": row})
+        raise signalled
+
+    return run
+
+
+@pytest.mark.parametrize(("signalled", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_bench_that_is_ended_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, signalled: BaseException, status: int
+) -> None:
+    rows = [{"gemm": gemm, "tokens": 64, "default_us": 3.25} for gemm in ("fc1_fprop", "fc2_fprop")]
+    monkeypatch.setattr(measuring, "run", interrupt(rows, signalled))
+    result = command("bench", "op", "--json", "kept.json")
+    assert result.exit_code == status, result.output
+    assert "ended early; nothing is left running; rows that were measured: 2" in result.output
+    assert "fc2_fprop" in result.output
+    record = json.loads(Path("kept.json").read_text())
+    assert record["rows"] == rows and record["figures"]["failed_starts"] == 1
+
+
+def test_without_a_row_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "run", interrupt([], KeyboardInterrupt()))
+    result = command("bench", "op", "--json", "kept.json")
+    assert result.exit_code == 130 and "ended early; nothing is left running" in result.output
+    assert not Path("kept.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [([], "the same command goes on"), (["--restart"], "the same command without --restart goes on")]
+)
+def test_a_tune_that_is_ended_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
+    monkeypatch.setattr(measuring, "run", interrupt(TABLE.to_json()["rows"], KeyboardInterrupt()))
+    result = command("tune", "--out", "t.json", *words)
+    assert result.exit_code == 130, result.output
+    assert "Written to t.json" in result.output and says in result.output
+    assert TuningTable.load("t.json").rows == TABLE.rows
+
+
+@pytest.mark.parametrize("value", ["abc", "", "nan", "inf", "0", "-3"])
+@pytest.mark.parametrize("words", ["bench op", "tune --out t.json"])
+def test_a_start_time_that_is_none_is_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, words: str, value: str
+) -> None:
+    monkeypatch.setenv("UB_DYNAMIC_BENCH_START_S", value)
+    result = command(*words.split())
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    (line,) = result.output.splitlines()
+    assert f"UB_DYNAMIC_BENCH_START_S: {value!r} is no finite number of seconds above 0" in line
+
+
+def test_a_start_time_is_read_only_where_ranks_are_started() -> None:
+    wrong = {**os.environ, "UB_DYNAMIC_BENCH_START_S": "abc"}
+    code = "import ub_dynamic.cli.app, ub_dynamic.cli.measuring"
+    subprocess.run([sys.executable, "-c", code], env=wrong, check=True, timeout=120)
+
+
+def test_the_start_time_is_added_to_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def run(job: Any, backend: Any, ranks: int, timeout_s: float, *_: Any, **__: Any) -> Ended:
+        limits.append(timeout_s)
+        raise Started
+
+    monkeypatch.setattr(measuring, "run", run)
+    for value in ("7.5", None):
+        if value is None:
+            monkeypatch.delenv("UB_DYNAMIC_BENCH_START_S")
+        else:
+            monkeypatch.setenv("UB_DYNAMIC_BENCH_START_S", value)
+        command("bench", "op", "--seconds", "10")
+    assert limits == [17.5, 160]

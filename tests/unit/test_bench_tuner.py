@@ -78,7 +78,7 @@ class TestCandidates:
 
 def tune(world: FakeWorld, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:
     events: list[Any] = []
-    chosen = {"hidden": 64, "ffn": 256, "first": 64, "last": 256, "gemms": ["fc2_fprop"], "seconds": 60, "done": []}
+    chosen = {"hidden": 64, "ffn": 256, "tokens": [64, 128, 256], "gemms": ["fc2_fprop"], "seconds": 60, "done": []}
     measure(world, {**chosen, **options}, Report(events.append))  # type: ignore[arg-type]
     rows = [event["row"] for event in events if "row" in event]
     return rows, [event["refused"] for event in events if "refused" in event]

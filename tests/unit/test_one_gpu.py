@@ -19,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ub_dynamic import UBShapeError, UBStateError, UBUnsupportedError
+from ub_dynamic.cli.app import app
 from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark, shared_files
 from ub_dynamic.testing.mps import Keeper
 from ub_dynamic.testing.one_gpu import TIMED_OUT, OneGpu, active_ranks, device, run
@@ -164,6 +166,13 @@ def test_a_count_that_makes_no_sense_is_refused(ranks: int) -> None:
         OneGpu(ranks)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-inf", "0", "-1"])
+def test_a_timeout_that_makes_no_sense_is_refused(seconds: str) -> None:
+    result = CliRunner().invoke(app, ["one-gpu", "--timeout", seconds, "--", "true"])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert f"timeout_s is {float(seconds)}: it is a finite number of seconds above 0" in result.output
+
+
 def test_the_hint_for_scripts_that_choose_their_device_by_local_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -286,6 +295,31 @@ class TestPeerAccess:
             found = set(pool.map(lambda _: peer_access_library(tmp_path), range(8)))
         assert len(found) == 1
         assert [path.name for path in tmp_path.iterdir()] == [found.pop().name]
+
+    @pytest.mark.parametrize("kept", [0, 4, 100, 3000, None])
+    def test_a_damaged_one_is_built_again(self, tmp_path: Path, kept: int | None) -> None:
+        library = peer_access_library(tmp_path)
+        whole = library.read_bytes()
+        library.write_bytes(b"garbage" if kept is None else whole[:kept])
+        assert peer_access_library(tmp_path) == library
+        assert library.read_bytes() == whole
+        made = library.stat().st_ino
+        assert peer_access_library(tmp_path).stat().st_ino == made  # a good one is left as it is
+
+    def test_another_library_is_no_answer(self, tmp_path: Path) -> None:
+        library = peer_access_library(tmp_path)
+        source = tmp_path / "no.c"
+        source.write_text("int cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return a + b; }")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+        found = ctypes.CDLL(str(peer_access_library(tmp_path)))
+        assert found.cudaDeviceCanAccessPeer(ctypes.byref(ctypes.c_int()), 0, 7) == 0
+
+    def test_a_folder_that_nothing_is_preloaded_from_is_refused(self, tmp_path: Path) -> None:
+        folder = tmp_path / "two words"
+        folder.mkdir()
+        with pytest.raises(UBUnsupportedError, match=r"(?s)cannot be preloaded: .*no space and no colon"):
+            peer_access_library(folder)
+        assert list(folder.iterdir()) == []
 
     def test_without_a_compiler_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CC", "no-such-compiler")

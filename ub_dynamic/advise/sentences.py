@@ -53,12 +53,10 @@ def _gain(report: Report) -> str:
 
 
 def _buckets(report: Report) -> str | None:
-    """The fewest best buckets that are about as good as exact T."""
-    if report.exact.graphs < 2:
-        return None
+    """The fewest best buckets that are about as good as exact T, if they save graphs."""
     best = [each for each in report.strategies if each.name.endswith("best buckets")]
     near = [each for each in best if each.tokens <= (1 + _NEAR) * report.exact.tokens]
-    if not best or not near:
+    if not near or near[0].graphs >= report.exact.graphs:
         return None
     chosen = near[0]
     more = chosen.tokens / report.exact.tokens - 1

@@ -33,6 +33,11 @@ def measured_step_time(table: TuningTable, workload: Workload) -> StepTime:
 
 
 def _chosen_us(row: TuningRow) -> float:
+    if not row.candidates:
+        raise UBUnsupportedError(
+            f"the tuning table is not finished: {row.gemm} at T = {row.tokens} was not measured. Run tune again with "
+            f"the same --out, which goes on with what is missing"
+        )
     for candidate in row.candidates:
         if candidate.config == row.chosen:
             return candidate.median_us

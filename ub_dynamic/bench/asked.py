@@ -19,7 +19,7 @@ from ..shapes import CommSpec
 from . import graphs, set_shape
 from .lengths import workloads_of
 from .op import table_policy
-from .operations import any_method_multiple, buckets, check_sizes
+from .operations import check_sizes
 from .start import mode_of
 from .tp_step import check_arms, check_te_layer, not_comparable
 from .worlds import BackendName
@@ -36,7 +36,7 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
     if "seconds" in options and not 0 < options["seconds"] <= _LONGEST_S:
         raise UBShapeError(f"seconds = {options['seconds']}: a number above 0, at most {_LONGEST_S:g}, as in 60")
     dtype = torch.bfloat16 if backend == "te" else torch.float32
-    capacity, hidden = _registered(name, options, backend, ranks)
+    capacity, hidden = _registered(name, options, backend)
     cfgs = set_shape.HOST_CFGS if name == "set-shape" and backend == "host" else None
     try:
         specs = resolve_specs((capacity, hidden), ranks, dtype, cfgs)
@@ -62,26 +62,21 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
         check_arms(name, [arm for arm in options["arms"] if not_comparable(mode, arm, policy) is None])
 
 
-def _registered(name: str, options: Mapping[str, Any], backend: BackendName, ranks: int) -> tuple[int, int]:
+def _registered(name: str, options: Mapping[str, Any], backend: BackendName) -> tuple[int, int]:
     """The shape ``[T_cap, H]`` that the ranks register."""
     if name == "set-shape":
         te = backend == "te"
         return (set_shape.TE_CAPACITY, set_shape.TE_HIDDEN) if te else (set_shape.HOST_CAPACITY, set_shape.HOST_HIDDEN)
     hidden = options["hidden"]
-    if name == "op":
-        return max(options["tokens"]), hidden
-    if name != "tune":
-        return options["capacity"], hidden
-    multiple = any_method_multiple(hidden, ranks)
-    buckets(options["first"], options["last"], multiple)  # raises where there is no T between them
-    return options["last"] // multiple * multiple, hidden
+    return (max(options["tokens"]) if name in ("op", "tune") else options["capacity"]), hidden
 
 
 def _check_tokens(name: str, options: Mapping[str, Any], specs: Sequence[CommSpec], ranks: int) -> None:
     following = [spec for spec in specs if spec.method != "external"]
-    if name == "tune":
+    if name in ("op", "tune"):
         rule = combine(map(token_rule, following), following[0].capacity[0])
-        buckets(options["first"], min(options["last"], rule.maximum), rule.multiple)
+        for tokens in options["tokens"]:
+            rule.round_up(tokens)  # as the ranks do; raises where there is no such T
     elif name == "tp-step":
         for tokens in options["tokens"]:
             if tokens > options["capacity"]:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ..errors import UBUnsupportedError
+from ..output_file import check_output
 from ..testing.results import command_line
 from ..tuning_table import FORMAT, TuningRow, TuningTable, these_versions, this_machine
 
@@ -35,12 +35,9 @@ def _check_writable(path: Path) -> None:
     """Before anything is measured; makes the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
     except OSError as error:
         raise UBUnsupportedError(f"{path} cannot be written: {error}") from None
-    if path.is_dir():
-        raise UBUnsupportedError(f"{path} is a folder; name a file, as in table.json")
+    check_output(path)
 
 
 class GrowingTable:

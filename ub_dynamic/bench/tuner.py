@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UBShapeError
 from ..overlap import OverlapConfig
 from .candidates import candidates, default_of
 from .interleave import is_over
-from .operations import GEMMS, Gemm, any_method_multiple, buckets, check_sizes
+from .operations import GEMMS, Gemm, check_sizes
 from .race import pick, race, summary
 from .report import Budget, Report
 from .subject import Operation, Switched, register
@@ -44,16 +43,16 @@ def cells_of(gemms: Sequence[str], tokens: Sequence[int], hidden: int, ffn: int,
 
 
 def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
-    """Options: ``hidden``, ``ffn``, ``first`` and ``last`` T, ``gemms``, ``seconds``, ``done`` (pairs of GEMM and T
+    """Options: ``hidden``, ``ffn``, ``tokens`` (a list of T), ``gemms``, ``seconds``, ``done`` (pairs of GEMM and T
     that a table has already).
     """
-    hidden, ffn, last = options["hidden"], options["ffn"], options["last"]
+    hidden, ffn = options["hidden"], options["ffn"]
     check_sizes(hidden, ffn, world.size)
     wanted = _wanted(world, options["gemms"], hidden, report)
-    manager, refused = register(world, _capacity(world, last, hidden), hidden, wanted, ub_cfgs=world.cfgs)
+    manager, refused = register(world, max(options["tokens"]), hidden, wanted, ub_cfgs=world.cfgs)
     for (name, config), reason in refused.items():
         report.refused(f"{name}, {config}: {reason}")
-    tokens = buckets(options["first"], min(last, manager.max_tokens()), manager.token_multiple())
+    tokens = sorted({manager.round_up_tokens(count) for count in options["tokens"]})
     done = {(gemm, int(count)) for gemm, count in options["done"]}
     cells = [
         cell
@@ -87,14 +86,6 @@ def _wanted(world: World, gemms: Sequence[str], hidden: int, report: Report) -> 
             report.refused(reason)
             found[name] = [config for config in found[name] if config.method != "none"]
     return found
-
-
-def _capacity(world: World, last: int, hidden: int) -> int:
-    """``last`` for every method that may be tried, rounded down."""
-    multiple = any_method_multiple(hidden, world.size)
-    if last < multiple:
-        raise UBShapeError(f"tokens up to {last}: at H = {hidden} and tp = {world.size} the smallest T is {multiple}")
-    return last // multiple * multiple
 
 
 def _left(

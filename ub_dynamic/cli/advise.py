@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..errors import UBDynamicError
-from .pictures import PictureFile
+from .files import PictureFile, writing
 from .tables import show_table
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def advise(
     if out is not None:
         from .advise_picture import draw
 
-        draw(found, out)
+        with writing("advise", out):
+            draw(found, out)
         typer.echo(f"Drawn to {out}", err=as_json)
 
 
@@ -136,11 +137,13 @@ def _show(console: Console, found: Report, advice: list[str], predicted_by: str)
         f"capacity {asked.capacity:,}, tp {asked.tp}, cp {asked.cp}",
         highlight=False,
     )
-    _table(console, "T of a microbatch", [_quantiles(found.tokens)], lambda value: f"{value:,.0f}")
+    one = "" if asked.cp == 1 else " on a CP rank"
+    _table(console, f"T of a microbatch{one}", [_quantiles(found.tokens)], lambda value: f"{value:,.0f}")
+    tokens = "rows of a CP rank" if one else "tokens"
     rows = [
         {
             "shapes": each.name,
-            "tokens": f"{each.tokens:,}",
+            tokens: f"{each.tokens:,}",
             "waste": f"{each.waste:.2%}",
             "step time": f"{each.time_ratio:.4f}",
             "CUDA graphs": f"{each.graphs:,}",

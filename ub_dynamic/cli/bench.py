@@ -16,11 +16,11 @@ from ..bench.start import mode_of
 from ..bench.tp_step import ARMS as STEP_ARMS
 from ..bench.workloads import DISTRIBUTIONS
 from ..testing.results import write_result
+from .files import JsonFile, PictureFile, writing
 from .measuring import (
     Backend,
     Ffn,
     Hidden,
-    JsonFile,
     Ranks,
     Seconds,
     Tokens,
@@ -32,7 +32,6 @@ from .measuring import (
     sizes,
     token_list,
 )
-from .pictures import PictureFile
 from .tables import show_table
 
 bench = typer.Typer(
@@ -222,15 +221,17 @@ def _measure(
     figures = {**BENCHES[name].figures(ended.rows), **({"failed_starts": 1} if ended.status else {})}
     _show(watched, ended.rows, figures)
     if json is not None:
-        path = write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
-        watched.console.print(f"Written to {path}", highlight=False)
+        with writing(f"bench {name}", json):
+            write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
+        watched.console.print(f"Written to {json}", highlight=False)
     if plot is not None and ended.rows:
         from ..bench.step_curves import draw
 
-        draw(ended.rows, f"Step time against T, {mode_of(chosen, ranks)}", plot)
+        with writing(f"bench {name}", plot):
+            draw(ended.rows, f"Step time against T, {mode_of(chosen, ranks)}", plot)
         watched.console.print(f"Drawn to {plot}", highlight=False)
-    if ended.status:
-        raise typer.Exit(1)
+    if watched.exit_status:
+        raise typer.Exit(watched.exit_status)
 
 
 # What a table leaves to the result file.
@@ -241,9 +242,9 @@ _KEPT_TO_FILE = {"kind", "operation", "rounds", "blocks", "epochs"}
 def _show(watched: Watched, rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
     """The rows, without columns that are the same in all of them, and the figures."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    same = {key for key in columns if len({str(row.get(key)) for row in rows}) == 1}
+    same = {key for key in columns if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1}
     shown = [key for key in columns if key not in same | _KEPT_TO_FILE and not key.endswith(_LEFT_OUT)]
-    if len(rows) > 1:
+    if len(rows) > 1 or watched.exit_status:  # the figures of a whole run say all that a single row does
         cells = [[_cell(row.get(column)) for column in shown] for row in rows]
         show_table(watched.console, [column.replace("_", " ") for column in shown], cells)
     for key, value in figures.items():

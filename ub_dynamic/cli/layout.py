@@ -13,8 +13,8 @@ from rich.console import Console
 from ..errors import UBDynamicError
 from ..rules import check_spec, check_tokens, token_rule
 from ..shapes import COLLECTIVES, METHODS, ChunkLayout, Collective, CommSpec, Method
+from .files import PictureFile, writing
 from .layout_words import role, title
-from .pictures import PictureFile
 from .tables import show_table
 
 _DTYPES = ("bfloat16", "float16", "float32", "uint8")
@@ -70,7 +70,8 @@ def layout(
     if out is not None:
         from .layout_picture import draw
 
-        draw(found, out)
+        with writing("layout", out):
+            draw(found, out)
         console.print(f"Drawn to {out}", highlight=False)
     raise typer.Exit(1 if refused else 0)
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from contextlib import suppress
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -20,10 +21,10 @@ from ..bench.start import Ended, mode_of, run
 from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
 from ..testing.one_gpu import signals_as_exit
+from .files import refuse
 
 INTERRUPTED = 130
-# What starting ranks, imports and one cell more than planned may take.
-_START_S = float(os.environ.get("UB_DYNAMIC_BENCH_START_S", "150"))
+START_VARIABLE = "UB_DYNAMIC_BENCH_START_S"
 
 Backend = Annotated[str, typer.Option(help="host: CPU ranks over MPI; te: Transformer Engine on GPUs")]
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks, one TP group: tp")]
@@ -31,17 +32,11 @@ Hidden = Annotated[int | None, typer.Option(min=8, help="H; default 4096 on GPUs
 Ffn = Annotated[int | None, typer.Option(min=8, help="Features between fc1 and fc2; default 4 H")]
 Tokens = Annotated[
     str | None,
-    typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096; default 512:16384 on "
-                      "GPUs, 64:512 on the host"),
+    typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096, each rounded to a valid "
+                      "T; default 512:16384 on GPUs, 64:512 on the host"),
 ]  # fmt: skip
 _WHOLE = re.compile("[0-9]{1,18}")  # str.isdigit takes digits that int does not
 Seconds = Annotated[float, typer.Option(min=1, help="Time to measure in, without starting the ranks")]
-
-
-def refuse(title: str, reason: object) -> NoReturn:
-    """Say in one line what is wrong with the input, and exit 2."""
-    typer.echo(f"{title}: {reason}", err=True)
-    raise typer.Exit(2)
 
 
 def check_backend(name: str) -> BackendName:
@@ -74,7 +69,7 @@ def token_range(text: str | None, backend: str) -> tuple[int, int]:
 
 
 def token_list(text: str | None, backend: str, tp: int, hidden: int) -> list[int]:
-    """Every T of ``FIRST:LAST`` or of a list, each rounded up to a T that every method takes."""
+    """Every T of ``FIRST:LAST`` or of a list, each rounded up (``LAST`` down) to a T that every method takes."""
     multiple = any_method_multiple(hidden, tp)
     if text is None or ":" in text:
         try:
@@ -107,16 +102,29 @@ def gemm_names(text: str | None) -> list[str]:
     return names(text, GEMMS, "--gemms")
 
 
+def start_seconds() -> float:
+    """What starting ranks, imports and one cell more than planned may take: UB_DYNAMIC_BENCH_START_S, else 150."""
+    text, seconds = os.environ.get(START_VARIABLE, "150"), math.nan
+    with suppress(ValueError):
+        seconds = float(text)
+    if not 0 < seconds < math.inf:
+        refuse(START_VARIABLE, f"{text!r} is no finite number of seconds above 0, as in 150")
+    return seconds
+
+
 class Watched:
     """A run with a progress bar; what cannot be compared here is said above it, each row goes to ``on_row``."""
 
     def __init__(self, title: str, on_row: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         self.console, self._title, self._on_row = Console(), title, on_row
         self.refused: list[str] = []
+        self.exit_status = 0
+        self._events: list[Mapping[str, Any]] = []
 
     def run(self, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int, seconds: float) -> Ended:
-        """Measure, or exit: 2 for what cannot be measured here, 130 after Ctrl-C, 1 if a rank failed before there was
-        a row. With rows and a status other than 0 the caller keeps them, and exits 1."""
+        """Measure, or exit: 2 for what cannot be measured here; without any row 130 after Ctrl-C, 128 + N after signal
+        N, 1 if a rank failed. With rows the caller keeps them, and ends with ``exit_status``."""
+        limit = seconds + start_seconds()
         try:
             mode = mode_of(backend, ranks)
             self.console.print(f"[bold]{self._title}[/] on {mode}", highlight=False)
@@ -125,23 +133,32 @@ class Watched:
                 self._bar = progress
                 job = {"bench": name, "options": dict(options)}
                 with signals_as_exit():  # the ranks end with this process, as with Ctrl-C
-                    ended = run(job, backend, ranks, seconds + _START_S, self._take, env=BENCHES[name].env)
+                    ended = run(job, backend, ranks, limit, self._take, env=BENCHES[name].env)
         except UBDynamicError as error:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
-            typer.echo(f"{self._title}: ended; nothing is left running", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            return self._ended_by_signal(INTERRUPTED)
         except SystemExit as signalled:
-            typer.echo(f"{self._title}: ended; nothing is left running", err=True)
-            raise typer.Exit(int(signalled.code or 0)) from None
+            return self._ended_by_signal(int(signalled.code or 0))
         except OSError as error:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(1) from error
         if ended.status:
             typer.echo(f"{self._title}: the ranks ended with status {ended.status}\n{ended.output}", err=True)
+            self.exit_status = 1
             if not ended.rows:
                 raise typer.Exit(1)
+        return ended
+
+    def _ended_by_signal(self, status: int) -> Ended:
+        """What the ranks said until then: the reader has passed all of it on when the signal gets here."""
+        ended = Ended(status, tuple(self._events), "")
+        kept = f"; rows that were measured: {len(ended.rows)}" if ended.rows else ""
+        typer.echo(f"{self._title}: ended early; nothing is left running{kept}", err=True)
+        self.exit_status = status
+        if not ended.rows:
+            raise typer.Exit(status)
         return ended
 
     def _progress(self) -> Progress:
@@ -156,6 +173,7 @@ class Watched:
         )
 
     def _take(self, event: Mapping[str, Any]) -> None:
+        self._events.append(event)
         if "progress" in event:
             said = event["progress"]
             self._bar.update(self._task, completed=said["done"], total=said["total"], description=said["text"])
@@ -164,17 +182,3 @@ class Watched:
             self.console.print(f"[yellow]left out:[/] {event['refused']}", highlight=False)
         elif "row" in event and self._on_row is not None:
             self._on_row(event["row"])
-
-
-def json_file(path: Path | None) -> Path | None:
-    """Check the name of a result file before anything is measured."""
-    if path is None:
-        return None
-    if path.suffix != ".json" or not re.fullmatch(r"[a-z0-9_]+", path.stem):
-        raise typer.BadParameter(f"{path.name}: name it with lower-case letters, digits and _, as in ops_x2.json")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
-
-
-JsonFile = Annotated[Path | None, typer.Option("--json", callback=json_file, help="Write a result file")]

@@ -12,7 +12,7 @@ from ..errors import UBDynamicError
 from ..pipeline import BlockRoutes
 from ..pipeline.schedules import ScheduleName
 from ..pipeline.timeline import Timeline, timeline, token_cost, unit_cost
-from .pictures import PictureFile
+from .files import PictureFile, writing
 from .tables import show_table
 
 
@@ -58,7 +58,8 @@ def schedule(
     if out is not None:
         from .schedule_picture import draw
 
-        draw(found, title, out)
+        with writing("schedule", out):
+            draw(found, title, out)
         console.print(f"Drawn to {out}", highlight=False)
 
 

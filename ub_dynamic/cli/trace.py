@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .pictures import PictureFile
+from .files import PictureFile, writing
 
 
 def trace(
@@ -61,7 +61,8 @@ def trace(
     if out is not None:
         from .trace_picture import draw
 
-        draw(shown, out)
+        with writing("trace", out):
+            draw(shown, out)
         console.print(f"Drawn to {out}", highlight=False)
 
 

@@ -12,6 +12,7 @@ from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
 from ..errors import UBDynamicError
 from ..tuning_table import TuningRow
+from .files import PictureFile, refuse, writing
 from .measuring import (
     Backend,
     Ffn,
@@ -21,11 +22,9 @@ from .measuring import (
     check_backend,
     checked,
     gemm_names,
-    refuse,
     sizes,
-    token_range,
+    token_list,
 )
-from .pictures import PictureFile
 from .tables import show_table
 
 
@@ -52,12 +51,10 @@ def tune(
     """  # fmt: skip
     chosen = check_backend(backend)
     size, between = sizes(chosen, hidden, ffn)
-    first, last = token_range(tokens, chosen)
     options = {
         "hidden": size,
         "ffn": between,
-        "first": first,
-        "last": last,
+        "tokens": token_list(tokens, chosen, tp, size),
         "gemms": gemm_names(gemms),
         "seconds": seconds,
     }
@@ -70,17 +67,21 @@ def tune(
     watched = Watched("tune", on_row=growing.take)
     if growing.done:
         watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
-    ended = watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
+    watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
+    if watched.exit_status or len(growing.done) < len(table.rows):
+        same = "the same command without --restart" if restart else "the same command"
+        watched.console.print(f"Not every cell is measured: {same} goes on with the others", highlight=False)
     if plot is not None:
         from ..bench.curves import draw
 
-        draw(table, plot)
+        with writing("tune", plot):
+            draw(table, plot)
         watched.console.print(f"Drawn to {plot}", highlight=False)
-    if ended.status:
-        raise typer.Exit(1)
+    if watched.exit_status:
+        raise typer.Exit(watched.exit_status)
 
 
 def _show(watched: Watched, rows: tuple[TuningRow, ...]) -> None:

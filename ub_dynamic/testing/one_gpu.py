@@ -16,6 +16,7 @@ Results are right in this mode; times are not those of several GPUs, and a compa
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -72,8 +73,8 @@ class OneGpu:
             raise UBShapeError(f"ranks is {self.ranks}: one GPU takes 1 to 64")
         if self.local_rank not in ("rank", "zero"):
             raise UBShapeError(f"local_rank is {self.local_rank!r}: it is 'rank' or 'zero'")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise UBShapeError(f"timeout_s is {self.timeout_s}: seconds must be positive")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise UBShapeError(f"timeout_s is {self.timeout_s}: it is a finite number of seconds above 0, as in 60")
 
 
 @dataclass(frozen=True)
