@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .backends.protocol import Backend
-from .errors import UBDynamicError, UBStateError, UBUnsupportedError
+from .errors import UBStateError, UBUnsupportedError
 from .overlap import OverlapConfig
 from .policy import Choice, Choices, Policy
 
@@ -52,7 +52,7 @@ class Stages:
         """
         try:
             self.stand(tokens)
-        except UBDynamicError:
+        except UBUnsupportedError:  # a RuntimeError, too
             raise  # and nothing was changed
         except RuntimeError as error:
             self._backend.follow_choices(before.policy is not None)

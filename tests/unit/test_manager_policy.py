@@ -147,11 +147,14 @@ class TestPolicy:
         if why != "destroyed":
             assert manager.set_active_shape([8, 64]).overlap == SMALL
 
-    def test_communicators_that_are_gone_leave_the_old_policy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("kind", [RuntimeError, UBStateError])
+    def test_communicators_that_are_gone_leave_the_old_policy(
+        self, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         manager, backend = make(policy=POLICY)
 
         def gone(plan: Any) -> None:
-            raise RuntimeError("the table of communicators is gone")
+            raise kind("the table of communicators is gone")
 
         followed: list[bool] = []
         monkeypatch.setattr(backend, "switch", gone)

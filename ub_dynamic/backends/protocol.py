@@ -48,7 +48,7 @@ class Backend(Protocol):
     def switch(self, plan: Any) -> None:
         """Let every GEMM of ``plan`` use its choice, and the others their configuration.
 
-        Host only, no allocation. The active shape stays. RuntimeError, with nothing changed, where somebody else has
+        Host only, no allocation. The active shape stays. UBStateError, with nothing changed, where somebody else has
         destroyed the communicators.
         """
 

@@ -126,7 +126,8 @@ class GraphedMicrobatches:
 
     def _free(self, batch: Any, tensors: Any, moving: dict[str, Any], fixed: dict[str, Any]) -> _Captured:
         """A captured callable for this shape that no microbatch uses; captured now if there is none."""
-        key = _key(batch, tensors, moving, fixed), tuple(each.requires_grad for each in self.module.parameters())
+        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        key = (_key(batch, tensors, moving, fixed), trained)
         copies = self._graphs.setdefault(key, [])
         self._graphs.move_to_end(key)
         for captured in copies:
