@@ -59,12 +59,33 @@ class World:
         return [call for call in self.calls if call.name is not None]
 
 
+def comm(name: str, mode: str = "none") -> Any:
+    """The communicator that TE has under this name."""
+    return base._ub_communicators[name, fakes.MODES(mode)]
+
+
+def rows(tokens: int, columns: int = HIDDEN) -> torch.Tensor:
+    """An operand."""
+    return torch.zeros(tokens, columns, dtype=torch.bfloat16)
+
+
+def weight(out: int = HIDDEN, columns: int = HIDDEN) -> torch.Tensor:
+    return rows(out, columns)
+
+
 @contextmanager
-def te_world(patch: pytest.MonkeyPatch, *, guard: bool = True, auto: bool = False, **methods: str) -> Iterator[World]:
+def te_world(
+    patch: pytest.MonkeyPatch,
+    *,
+    guard: bool = True,
+    auto: bool = False,
+    modes: tuple[str, ...] = ("none",),
+    **methods: str,
+) -> Iterator[World]:
     """TE initialised at ``[CAPACITY, HIDDEN]``; ``methods`` overrides the method of single communicators."""
     _without_a_device(patch)
     calls: list[Call] = []
-    table = fakes.table((CAPACITY, HIDDEN), TP, **methods)
+    table = fakes.table((CAPACITY, HIDDEN), TP, modes=modes, **methods)
     patch.setattr(base, "_ub_communicators", table)
     patch.setattr(base, "_ub_initialized", True, raising=False)
     patch.setattr(tex, "CommOverlap", fakes.Base)

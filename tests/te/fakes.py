@@ -120,8 +120,6 @@ def table(
     for mode in modes:
         for layer, (default, collective) in LAYERS.items():
             method = methods.get(layer, default)
-            if layer.endswith("_wgrad") and methods.get(layer.replace("wgrad", "dgrad"), "bulk") != "bulk":
-                continue
             scatters = collective == "rs" or (layer in ("qkv_dgrad", "fc1_dgrad") and method != "bulk")
             fp8 = mode == "fp8" and not scatters
             ring = method == "ring_exchange"

@@ -32,7 +32,7 @@ LAYERS: Mapping[str, tuple[Method, Collective]] = {
     "fc2_dgrad": ("ring_exchange", "ag"),
     "fc2_wgrad": ("external", "ag"),
 }
-# dgrad with a method other than bulk reduce-scatters dgrad itself; its wgrad communicator then does not exist
+# dgrad with a method other than bulk reduce-scatters dgrad itself; TE then makes its wgrad communicator for no use
 DGRAD_REDUCE_SCATTER = {"qkv_dgrad": "qkv_wgrad", "fc1_dgrad": "fc1_wgrad"}
 AUTO_EXCLUDES_POLICY = (
     "auto=True takes T from an operand, when TE's layer has already decided how to overlap: with a policy set the "

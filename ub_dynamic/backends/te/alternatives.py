@@ -111,7 +111,8 @@ def arrange(alternatives: Alternatives, cfgs: Cfgs | None, capacity: Shape, tp: 
     further: list[Further] = []
     for gemm in gemms.values():
         further += _arrange_one(gemm, cfgs, ub_cfgs)
-    regions = len(resolve_specs(capacity, tp, dtype, ub_cfgs)) + len(further)
+    resolve_specs(capacity, tp, dtype, ub_cfgs)
+    regions = len(LAYERS) + len(further)  # TE makes all its names, whether a GEMM uses them or not
     if regions > MAX_REGIONS:
         raise UBCapacityError(
             f"the policy takes {len(further)} communicators beside TE's own, {regions} in all, and TE registers at "

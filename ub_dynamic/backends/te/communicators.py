@@ -3,8 +3,9 @@
 
 The objects are the truth, whatever configuration led to them. What they do not store, the use that TE's
 modules make of a name decides: ``*_wgrad`` of a column-parallel layer is the bulk reduce-scatter,
-``*_fprop`` that is no ring is the pipelined reduce-scatter, and ``{qkv,fc1}_dgrad`` reduce-scatters where
-no ``*_wgrad`` stands beside it.
+``*_fprop`` that is no ring is the pipelined reduce-scatter, and ``{qkv,fc1}_dgrad`` that is no ring is
+pipelined where its buffer is not quantised though its GEMMs are, or where no ``*_wgrad`` stands beside it (TE
+itself makes that one always).
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _use(key: Key, facts: Mapping[str, Any], keys: Iterable[Key]) -> tuple[Metho
     if alternative:
         return ("bulk", "ag") if alternative == "(bulk)" else ("pipeline", "rs")
     wgrad = DGRAD_REDUCE_SCATTER.get(layer)
-    reduces_dgrad = wgrad is not None and (wgrad, mode) not in keys
+    quantises = getattr(mode, "value", mode) == "fp8"  # a gather's buffer has the GEMM's dtype, a reduce-scatter's BF16
+    reduces_dgrad = wgrad is not None and ((wgrad, mode) not in keys or (quantises and facts["dtype"] != "uint8"))
     if reduces_dgrad or (layer.endswith("_fprop") and collective == "rs"):
         return "pipeline", "rs"
     return "bulk", collective
