@@ -19,6 +19,7 @@ import ub_dynamic as ubd
 from .te_world import World, quantization_modes
 
 _APART = 500  # changes that one rank may be ahead in these loops; the rank board takes 1024 for calls left out
+_RECORDED = 2500  # more collectives than the 2000 that torch's flight recorder keeps, 512 bytes each, once
 
 
 def resident_bytes() -> int:
@@ -52,7 +53,9 @@ def growth(world: World, lengths: Sequence[int], hidden: int, calls: int, rounds
     On the host the least of some rounds: what an allocator takes once more after a collection is in one of them, what
     is lost at a change is in each.
     """
-    alternate(world, lengths, hidden, calls)  # pages that allocators take once, for gloo's barriers too
+    alternate(world, lengths, hidden, calls)  # pages that allocators take once
+    for _ in range(_RECORDED):
+        world.meet()
     device, allocated = device_bytes(world), torch.cuda.memory_allocated()
     host = []
     for _ in range(rounds):
