@@ -68,6 +68,12 @@ def lines_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> lis
     return drawn
 
 
+def test_a_row_keeps_every_block() -> None:
+    for row in rows_of(2):
+        assert row["dynamic_blocks_ms"] == [row["dynamic_ms"]] * row["blocks"]
+        assert len(row["dynamic_beside_pad_blocks_ms"]) == len(row["pad_blocks_ms"])
+
+
 def test_every_arm_is_a_line_in_a_panel_of_its_tp(monkeypatch: pytest.MonkeyPatch) -> None:
     times, times_of_4, ratios, _ = lines_of([*rows_of(2), *rows_of(4)], monkeypatch)
     assert times["dynamic"] == times["buffers made for exactly T"] == [(256, 0.256), (512, 0.512), (1024, 1.024)]

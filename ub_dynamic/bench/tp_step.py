@@ -6,8 +6,8 @@ are not timed; every arm follows every other equally often (an arm that follows 
 GPU, so ``pad`` is measured apart, against ``dynamic``); half of the blocks run with the dynamic buffers first in
 memory, half with the exact ones; Python's garbage collector is off in blocks, and every rank keeps to processors of
 its own. A ratio is the median of those between blocks of the same round, ``*_interval`` the half width of its 95 %
-interval; the figures are the largest of these medians. ``rebuild``: the exact step and ``initialize_ub`` with
-``destroy_ub`` before it.
+interval; the figures are the largest of these medians. ``*_blocks_ms``: every block in order, for what a median hides.
+``rebuild``: the exact step and ``initialize_ub`` with ``destroy_ub`` before it.
 """
 
 from __future__ import annotations
@@ -169,9 +169,7 @@ def one_length(
         "capacity_fraction": fraction,
         "blocks": len(taken[together[0]]),
     }
-    row |= {f"{arm}_ms": statistics.median(times) for arm, times in taken.items() if times and " " not in arm}
-    row |= {f"{arm}_spread_ms": spread(times) for arm, times in taken.items() if times and " " not in arm}
-    row |= _ratios(taken, fraction) | chosen
+    row |= _times(taken) | _ratios(taken, fraction) | chosen
     if "rebuild" in arms:
         row["rebuild_ms"] = reinitialise_ms(world, tokens, options["hidden"]) + row.get("exact_ms", row["dynamic_ms"])
     return row
@@ -179,6 +177,17 @@ def one_length(
 
 def _at(steps: Steps, tokens: int) -> Callable[[str, int], float]:
     return lambda arm, count: steps.block(arm, tokens, count)
+
+
+def _times(taken: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Of every arm the median, the spread, and the blocks themselves."""
+    row: dict[str, Any] = {}
+    for arm, times in taken.items():
+        if times and " " not in arm:
+            row |= {f"{arm}_ms": statistics.median(times), f"{arm}_spread_ms": spread(times)}
+        if times:
+            row[f"{arm.replace(' ', '_')}_blocks_ms"] = [round(ms, 4) for ms in times]
+    return row
 
 
 _COMPARED = {
