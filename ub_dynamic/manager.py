@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from .policy import Policy
 from .reports import ShapeReport
 from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
 from .scopes import Microbatch, Scope
+from .seconds import check_seconds
 from .shapes import Shape, parse_shape, parse_tokens
 from .stages import Stages
 
@@ -361,9 +361,8 @@ def check_arguments(check: Any, timeout_s: Any) -> None:
     """Raise :class:`UBStateError` for a kind of check, or a time to wait, that there is none of."""
     if check not in ("deferred", "strict", "never"):
         raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
-    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
-        raise UBStateError(f"timeout = {timeout_s!r}: it is a positive, finite number of seconds, or None")
+    if timeout_s is not None:
+        check_seconds("timeout", timeout_s)
 
 
 _PLAIN = (list, tuple)

@@ -19,11 +19,12 @@ PACKAGE = ROOT / "ub_dynamic"
 # stands lower, never the other way round.
 BASE = {"errors"}
 ARITHMETIC = BASE | {"shapes", "rules"}
-RANKS = BASE | {"ranks", "groups", "board"}
+RANKS = BASE | {"seconds", "ranks", "groups", "board"}
 PACKED = ARITHMETIC | {"metadata", "packing_rules", "packing", "planning"}
 BACKEND = ARITHMETIC | RANKS | {"overlap", "backends.protocol", "backends.names"}
 ARROWS = {
     "errors": set(),
+    "seconds": BASE,
     "modes": set(),
     "batches": set(),
     "shapes": BASE,

@@ -170,7 +170,7 @@ def test_a_count_that_makes_no_sense_is_refused(ranks: int) -> None:
 def test_a_timeout_that_makes_no_sense_is_refused(seconds: str) -> None:
     result = CliRunner().invoke(app, ["one-gpu", "--timeout", seconds, "--", "true"])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-    assert f"timeout_s is {float(seconds)}: it is a finite number of seconds above 0" in result.output
+    assert f"timeout_s = {float(seconds)}: it is a positive, finite number of seconds, as 20 is" in result.output
 
 
 def test_the_hint_for_scripts_that_choose_their_device_by_local_rank(
