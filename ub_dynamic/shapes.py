@@ -108,12 +108,10 @@ def parse_shape(shape: Any, what: str = "active shape") -> Shape:
     if len(shape) != 2:
         raise UBShapeError(f"{form}, got {len(shape)} entries: {_describe(shape)}")
     tokens, hidden = (_as_int(entry, form) for entry in shape)
-    if tokens == 0:
-        raise UBShapeError(
-            f"{what} [0, {hidden}]: tokens must be positive; skip the microbatch on all TP ranks instead"
-        )
-    if tokens < 0 or hidden <= 0:
-        raise UBShapeError(f"{what} [{tokens}, {hidden}]: tokens and hidden must be positive")
+    if tokens <= 0:
+        raise _no_tokens(f"{what} [{tokens}, {hidden}]")
+    if hidden <= 0:
+        raise UBShapeError(f"{what} [{tokens}, {hidden}]: hidden must be positive")
     return tokens, hidden
 
 
@@ -121,8 +119,12 @@ def parse_tokens(tokens: Any) -> int:
     """A number of tokens, as :func:`parse_shape` takes it, as a positive int; :class:`UBShapeError` otherwise."""
     count = _as_int(tokens, "a number of tokens T must be an int")
     if count <= 0:
-        raise UBShapeError(f"T = {count}: tokens must be positive; skip the microbatch on all TP ranks instead")
+        raise _no_tokens(f"T = {count}")
     return count
+
+
+def _no_tokens(where: str) -> UBShapeError:
+    return UBShapeError(f"{where}: tokens must be positive; skip the microbatch on all TP ranks instead")
 
 
 def _as_int(entry: Any, form: str) -> int:
@@ -228,7 +230,7 @@ def _check_layout(
     if hidden != capacity[1]:
         raise UBShapeError(f"active shape {list(active)}: hidden size is fixed at init: H = {capacity[1]}")
     if tokens < 1:
-        raise UBShapeError(f"active shape {list(active)}: tokens must be positive")
+        raise _no_tokens(f"active shape {list(active)}")
     if tokens > capacity[0]:
         raise UBCapacityError(
             f"T = {tokens} tokens exceed the capacity of {capacity[0]}; the next valid value is {capacity[0]}"
