@@ -36,7 +36,7 @@ ARROWS = {
     "output_file": BASE,
     "tuning_table": BASE | {"overlap", "policy", "json_fields", "output_file", "modes", "backends.names"},
     "metadata": BASE,
-    "packing_rules": BASE,
+    "packing_rules": BASE | {"shapes"},
     "packing": ARITHMETIC | {"metadata", "packing_rules"},
     "planning": PACKED,
     "ranks": BASE,

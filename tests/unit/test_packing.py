@@ -103,6 +103,23 @@ def test_boundaries_describe_the_same_layout(
         assert made_from_tensor == made and hash(made_from_tensor) == hash(made)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, torch.tensor])
+def test_counts_may_be_integers_of_other_kinds(kind: Callable[[int], Any]) -> None:
+    counts = {"tp": 2, "cp": 2, "align": 4, "capacity": 64, "slots": 3, "max_seqlen": 48}
+    others = {name: kind(count) for name, count in counts.items()}
+    made = PackedBatch.from_lengths([21, 9], **counts, bucket=16)
+    batch = PackedBatch.from_lengths([21, 9], **others, bucket=kind(16))
+    read = PackedBatch.from_cu_seqlens(
+        made.cu_seqlens[:3], made.cu_seqlens_padded[:3], **others, total_tokens=kind(made.total_tokens)
+    )
+    facts = {**dataclasses.asdict(made), **{name: others[name] for name in ("tp", "cp", "align", "capacity")}}
+    facts |= {"seqlens": np.array(made.seqlens), "documents": kind(2), "max_seqlen": kind(48)}
+    for same in (batch, read, PackedBatch(**facts)):
+        assert same == made and hash(same) == hash(made)
+        values = [value for name, value in dataclasses.asdict(same).items() if name not in ("seqlens", "padded")]
+        assert {type(value) for value in (*values, *same.seqlens)} == {int}
+
+
 def test_known_answers() -> None:
     one = PackedBatch.from_lengths([698], cp=4)
     assert (one.padded, one.max_seqlen, one.pad_between_seqs) == ((704,), 704, True), "only the last entry is padded"
@@ -241,6 +258,9 @@ def boundaries(*sizes: Any, **kwargs: Any) -> Callable[[], PackedBatch]:
         (make([3], tp=0), UBShapeError, ["tp = 0", "at least 1"]),
         (make([3], cp=-2), UBShapeError, ["cp = -2", "at least 1"]),
         (make([3], align=1.5), UBShapeError, ["align = 1.5", "an int of at least 1"]),
+        (make([3], capacity=True), UBShapeError, ["capacity = True", "an int of at least 1"]),
+        (make([3], bucket=np.array([8, 8])), UBShapeError, ["bucket = array([8, 8])", "an int of at least 1"]),
+        (lambda: PackedBatch((4,), (4,), 1, 4, tp=True), UBShapeError, ["tp = True", "an int of at least 1"]),
         (make([3], slots=0), UBShapeError, ["slots = 0", "at least 1"]),
         (make([3], tail="crop"), UBShapeError, ["tail = 'crop'", "ghost, ghost_padding, extend_last, error"]),
         (
