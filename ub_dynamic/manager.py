@@ -222,7 +222,7 @@ class Manager:
         A pre-hook on the autograd node keeps the tensor what it is: an identity autograd Function would return
         a view, which Megatron's pipeline schedules refuse to deallocate. Recomputation runs inside that backward
         and sees the shape too, and the shape stays until the next change. Tensors without a gradient are left
-        alone. Raises :class:`UBStateError` where ``output`` holds no tensor that could be found.
+        alone. Raises :class:`UBStateError` where ``output`` holds no tensor that could be found, or contains itself.
         """
         checked = self.check_shape(shape)
         tensors = list(tensors_of(output))

@@ -26,7 +26,7 @@ ARROWS = {
     "errors": set(),
     "seconds": BASE,
     "modes": set(),
-    "batches": set(),
+    "batches": BASE,
     "shapes": BASE,
     "rules": ARITHMETIC,
     "overlap": BASE,
