@@ -33,8 +33,9 @@ ARROWS = {
     "policy": BASE | {"overlap"},
     "policy_difference": BASE | {"policy"},
     "json_fields": BASE,
+    "input_file": BASE,
     "output_file": BASE,
-    "tuning_table": BASE | {"overlap", "policy", "json_fields", "output_file", "modes", "backends.names"},
+    "tuning_table": BASE | {"overlap", "policy", "json_fields", "input_file", "output_file", "modes", "backends.names"},
     "metadata": BASE,
     "packing_rules": BASE | {"shapes"},
     "packing": ARITHMETIC | {"metadata", "packing_rules"},
@@ -45,7 +46,7 @@ ARROWS = {
     "backends": set(),
     "backends.protocol": ARITHMETIC | {"overlap"},
     "backends.names": ARITHMETIC | {"overlap"},
-    "backends.host": BACKEND,
+    "backends.host": BACKEND | {"input_file"},
     "backends.te": BACKEND | PACKED,
     "stages": BASE | {"overlap", "policy", "backends.protocol"},
     "scopes": BASE | {"shapes"},
@@ -57,7 +58,7 @@ ARROWS = {
     "pipeline": PACKED | RANKS | {"batches"},
     "agreement": BACKEND | {"manager", "modes", "policy", "policy_difference", "tuning_table"},
     "api": BACKEND | {"agreement", "manager", "reports", "scopes", "packing", "backends.host", "backends.te"},
-    "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
+    "advise": PACKED | {"input_file", "overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything
     "testing": None,  # tests know everything
