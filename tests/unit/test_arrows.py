@@ -50,10 +50,11 @@ ARROWS = {
     "backends.te": BACKEND | PACKED,
     "stages": BASE | {"overlap", "policy", "backends.protocol"},
     "scopes": BASE | {"shapes"},
+    "valid_shapes": ARITHMETIC,
     "reports": {"policy", "shapes", "stages"},
     "manager": ARITHMETIC
     | RANKS
-    | {"batches", "packing", "policy", "reports", "scopes", "stages", "backends.protocol"},
+    | {"batches", "packing", "policy", "reports", "scopes", "stages", "valid_shapes", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS | {"batches"},
     "agreement": BACKEND | {"manager", "modes", "policy", "policy_difference", "tuning_table"},
