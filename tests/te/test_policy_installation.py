@@ -9,17 +9,7 @@ import pytest
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.module.base as base
 from cpu_te import layer
-from policy_te import (
-    BULK,
-    COLUMN,
-    EVERYTHING,
-    NONE,
-    PIPELINE,
-    RING,
-    installed,
-    switch,
-    te_world,
-)
+from policy_te import BULK, COLUMN, EVERYTHING, NONE, PIPELINE, RING, installed, switch, te_world
 
 from ub_dynamic.errors import UBUnsupportedError
 
