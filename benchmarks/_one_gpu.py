@@ -11,19 +11,20 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ub_dynamic.bench.report import Report
-from ub_dynamic.bench.start import EVENTS, collect
+from ub_dynamic.bench.start import EVENTS, Ended, collect
 from ub_dynamic.bench.worlds import TEWorld, World
 from ub_dynamic.modes import gpu_mode, ranks_apart, ranks_on_one_gpu
-from ub_dynamic.testing.one_gpu import active_ranks
+from ub_dynamic.testing.one_gpu import active_ranks, signals_as_exit
 from ub_dynamic.testing.results import write_result
 
-_ENDED = 128 + 15  # exit status of a run that SIGTERM ended
+SIGNALLED = [128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]  # statuses of ended runs
 
 Row = dict[str, Any]
 Measure = Callable[[Any, argparse.Namespace, Callable[[Mapping[str, Any]], None]], None]
@@ -67,14 +68,23 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
             mode = gpu_mode(max(row["tp"] for row in rows), shared=not options.gpus)
             write_result(name, made, rows, mode=mode, folder=options.out)
             print(name, json.dumps(made))
-        if code == _ENDED:
+        if code in SIGNALLED:
             break
     return worst
 
 
 def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool, gpus: bool = False) -> tuple[int, list[Row]]:
-    """Run a benchmark file with its arguments on ``tp`` ranks; its exit status and the rows it wrote."""
-    ended = collect(command, gpu_mode(tp, shared=not gpus), tp, timeout_s, mps=mps, output=sys.stdout.buffer)
+    """Run a benchmark file with its arguments on ``tp`` ranks; its exit status and the rows it wrote, also of a run
+    that a signal ended."""
+    events: list[Mapping[str, Any]] = []
+    mode, output = gpu_mode(tp, shared=not gpus), sys.stdout.buffer
+    try:
+        with signals_as_exit():
+            ended = collect(command, mode, tp, timeout_s, events.append, mps=mps, output=output)
+    except KeyboardInterrupt:
+        ended = Ended(128 + signal.SIGINT, tuple(events), "")
+    except SystemExit as signalled:
+        ended = Ended(int(signalled.code or 0), tuple(events), "")
     return ended.status, ended.rows
 
 

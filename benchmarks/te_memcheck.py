@@ -110,6 +110,8 @@ def main(options: argparse.Namespace) -> int:
         print(rows[-1], flush=True)
         figures = {"errors": sum(row["errors"] for row in rows), "methods": len(rows[0]["methods"].split("; "))}
         write_result("te_memcheck", figures, rows, mode=gpu_mode(tp, shared=True), folder=options.out)
+        if rows[-1]["status"] in _one_gpu.SIGNALLED:
+            return int(rows[-1]["status"])
     return int(any(row["errors"] for row in rows))
 
 

@@ -7,9 +7,6 @@ Only set-up, checks and shutdown go through a group; the tensors of an overlap n
 from __future__ import annotations
 
 import atexit
-import contextlib
-import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import UBRankMismatchError, UBShapeError, UBStateError, UBTimeoutError, UBUnsupportedError
 from .ranks import discover
+from .seconds import environment_seconds
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,11 +28,7 @@ def default_timeout_s() -> float:
     """Seconds that a wait for another rank may take: ``UB_DYNAMIC_TIMEOUT``, or 20. :class:`UBStateError` for what is
     no such number.
     """
-    given = os.environ.get("UB_DYNAMIC_TIMEOUT", "20")
-    with contextlib.suppress(ValueError):
-        if 0 < float(given) < math.inf:
-            return float(given)
-    raise UBStateError(f"UB_DYNAMIC_TIMEOUT = {given!r}: it is a positive, finite number of seconds, as 20 is")
+    return environment_seconds("UB_DYNAMIC_TIMEOUT", 20.0)
 
 
 def setup_timeout_s() -> float:

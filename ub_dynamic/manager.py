@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -12,13 +11,15 @@ from typing import Any, Literal, TypeVar
 from .backends.protocol import Backend
 from .batches import tensors_of, tokens_of
 from .board import RankBoard
-from .errors import UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
+from .errors import UBShapeError, UBStateError, UBUnsupportedError
 from .policy import Policy
 from .reports import ShapeReport
-from .rules import TokenRule, check_capacity, check_tokens, combine, token_rule
+from .rules import check_tokens
 from .scopes import Microbatch, Scope
-from .shapes import Shape, parse_shape, parse_tokens
+from .seconds import check_seconds
+from .shapes import Shape, parse_tokens
 from .stages import Stages
+from .valid_shapes import ValidShapes
 
 Check = Literal["deferred", "strict", "never"]
 Output = TypeVar("Output")
@@ -49,7 +50,6 @@ class Manager:
         check_arguments(check, timeout_s)
         if check != "never" and board is None and any(spec.tp > 1 for spec in backend.specs.values()):
             raise UBStateError(f"check = {check!r} compares TP ranks on a rank board, and there is none")
-        check_capacity(backend.specs.values())
         self.backend = backend
         self.capacity = capacity
         self.check: Check = check
@@ -57,7 +57,7 @@ class Manager:
         self._board = None if check == "never" else board
         self._strict = self._every_call = check == "strict"
         self._timeout_s = timeout_s
-        self._rule = combine((token_rule(spec) for spec in backend.specs.values()), capacity[0])
+        self._shapes = ValidShapes(backend.specs, capacity)
         self._hidden = capacity[1]
         self._tokens = capacity[0]
         self.shape_changes = 0  # how often the active shape of all communicators changed
@@ -69,7 +69,7 @@ class Manager:
             self._board.name_communicators(self._updated, capacity[0])
         self._destroyed = False
         fast = (guard or auto) and not self._strict  # it asks the guard what is under way
-        self._ready = backend.make_ready(self._rule, self._board) if fast else None
+        self._ready = backend.make_ready(self._shapes.rule, self._board) if fast else None
         self._stages = Stages(backend, policy)
         if policy is not None:
             self._stages.stand(self._tokens)
@@ -97,21 +97,20 @@ class Manager:
 
     def token_multiple(self) -> int:
         """T must be a multiple of this (``tp`` for every usual H)."""
-        return self._rule.multiple
+        return self._shapes.rule.multiple
 
     def round_up_tokens(self, tokens: int) -> int:
         """The smallest valid T that holds ``tokens``; :class:`UBCapacityError` beyond :meth:`max_tokens`."""
-        return self._rule.round_up(parse_tokens(tokens))
+        return self._shapes.rule.round_up(parse_tokens(tokens))
 
     def max_tokens(self) -> int:
         """The largest valid T."""
-        return self._rule.maximum
+        return self._shapes.rule.maximum
 
     def check_shape(self, shape: Any) -> Shape:
         """``shape`` as ``(T, H)`` if every communicator takes it; raises what :meth:`set_active_shape` raises."""
-        tokens, hidden = self._checked(shape)
-        if not self._rule.accepts(tokens):
-            self._refuse(tokens)
+        tokens, hidden = self._shapes.parse(shape)
+        self._shapes.check(tokens)
         return tokens, hidden
 
     # -- changing --------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ class Manager:
         # The usual case first, two plain ints; everything else takes the long way, or is refused there.
         tokens, hidden = shape if type(shape) in _PLAIN and len(shape) == 2 else (None, None)  # type: ignore[arg-type]
         if type(tokens) is not int or type(hidden) is not int or hidden != self._hidden:
-            tokens, hidden = self._checked(shape)
+            tokens, hidden = self._shapes.parse(shape)
         if names is not None:
             return self._set_named(tokens, names)
         with self._lock:
@@ -147,7 +146,7 @@ class Manager:
         Raises what :meth:`set_active_shape` raises, and :class:`UBUnsupportedError` with the reason for a
         communicator that stays at capacity.
         """
-        tokens, _ = self._checked(shape)
+        tokens, _ = self._shapes.parse(shape)
         self._set_named(tokens, [name])
 
     def use_policy(self, policy: Policy | None) -> None:
@@ -222,7 +221,7 @@ class Manager:
         A pre-hook on the autograd node keeps the tensor what it is: an identity autograd Function would return
         a view, which Megatron's pipeline schedules refuse to deallocate. Recomputation runs inside that backward
         and sees the shape too, and the shape stays until the next change. Tensors without a gradient are left
-        alone. Raises :class:`UBStateError` where ``output`` holds no tensor that could be found.
+        alone. Raises :class:`UBStateError` where ``output`` holds no tensor that could be found, or contains itself.
         """
         checked = self.check_shape(shape)
         tensors = list(tensors_of(output))
@@ -258,12 +257,6 @@ class Manager:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _checked(self, shape: Any) -> Shape:
-        tokens, hidden = parse_shape(shape)
-        if hidden != self._hidden:
-            raise UBShapeError(f"shape [{tokens}, {hidden}]: hidden size is fixed at init: H = {self._hidden}")
-        return tokens, hidden
-
     def _change(self, tokens: int) -> None:
         ready = self._ready(tokens) if self._ready is not None else False
         if ready is False:
@@ -280,24 +273,9 @@ class Manager:
 
     def _prepare(self, tokens: int) -> None:
         """What comes before a change: it is valid, nothing is in its way, and the other ranks hear of it."""
-        if not self._rule.accepts(tokens):
-            self._refuse(tokens)
+        self._shapes.check(tokens)
         self._check_free(tokens)
         self._compare(tokens)
-
-    def _refuse(self, tokens: int) -> None:
-        """Raise the error that fits: that of the first communicator that cannot take T."""
-        parse_shape((tokens, self._hidden))
-        if not self.backend.specs:
-            raise UBCapacityError(f"T = {tokens} tokens exceed the capacity of {self.capacity[0]} tokens")
-        valid = _valid_neighbour(self._rule, tokens)
-        for spec in self.backend.specs.values():
-            try:
-                check_tokens(spec, tokens)
-            except UBShapeError as error:
-                together = "" if valid in str(error) else f" (for all communicators together: {valid})"
-                raise type(error)(f"{error}{together}") from None
-        raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
 
     def _check_free(self, tokens: int) -> None:
         why = "after destroy there are no communicators any more" if self._destroyed else self.backend.busy()
@@ -361,18 +339,10 @@ def check_arguments(check: Any, timeout_s: Any) -> None:
     """Raise :class:`UBStateError` for a kind of check, or a time to wait, that there is none of."""
     if check not in ("deferred", "strict", "never"):
         raise UBStateError(f'check = {check!r}: it is "deferred", "strict" or "never"')
-    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
-        raise UBStateError(f"timeout = {timeout_s!r}: it is a positive, finite number of seconds, or None")
+    if timeout_s is not None:
+        check_seconds("timeout", timeout_s)
 
 
 _PLAIN = (list, tuple)
 _NONE: Mapping[str, int] = MappingProxyType({})
 _new_report = tuple.__new__  # a third of the time of ShapeReport(...)
-
-
-def _valid_neighbour(rule: TokenRule, tokens: int) -> str:
-    try:
-        return f"the next valid T is {rule.round_up(tokens)}"
-    except UBCapacityError:
-        return f"the largest valid T is {rule.maximum}"

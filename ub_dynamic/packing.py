@@ -21,13 +21,15 @@ from . import metadata
 from .errors import UBShapeError
 from .packing_rules import (
     Tail,
+    as_count,
+    as_counts,
     boundary_lengths,
     check_entries,
-    check_optional,
-    check_positive,
     check_total,
     cover_tail,
     document_lengths,
+    integers,
+    optional_counts,
     round_up,
     sequence_multiple,
     valid_total,
@@ -99,7 +101,9 @@ class PackedBatch:
         if isinstance(lengths, torch.Tensor):
             lengths = metadata.host_list(lengths, "lengths")
         seqlens = document_lengths(lengths)
-        check_positive(tp=tp, cp=cp, align=align)
+        tp, cp, align = as_counts(tp=tp, cp=cp, align=align)
+        capacity, bucket = optional_counts(capacity=capacity, bucket=bucket)
+        slots, max_seqlen = optional_counts(slots=slots, max_seqlen=max_seqlen)
         unit = sequence_multiple(cp)
         padded = seqlens if unit == 1 else tuple(round_up(length, unit) for length in seqlens)
         total = valid_total(sum(padded), len(padded), tp, cp, align, capacity, bucket)
@@ -135,8 +139,9 @@ class PackedBatch:
         padded = seqlens
         if cu_seqlens_padded is not None and cu_seqlens_padded is not cu_seqlens:
             padded = _lengths_between(cu_seqlens_padded, "cu_seqlens_padded", allow_sync)
-        check_positive(tp=tp, cp=cp, align=align)
-        check_optional(total_tokens=total_tokens)
+        tp, cp, align = as_counts(tp=tp, cp=cp, align=align)
+        capacity, total_tokens = optional_counts(capacity=capacity, total_tokens=total_tokens)
+        slots, max_seqlen = optional_counts(slots=slots, max_seqlen=max_seqlen)
         check_entries(seqlens, padded, cp)
         filled = sum(padded)
         if total_tokens is None:
@@ -151,8 +156,12 @@ class PackedBatch:
         return cls(*entries, len(seqlens), longest, tp, cp, align, capacity)
 
     def __post_init__(self) -> None:
-        check_positive(tp=self.tp, cp=self.cp, align=self.align)
-        check_optional(capacity=self.capacity)
+        for name in ("seqlens", "padded"):
+            object.__setattr__(self, name, integers(getattr(self, name), name))
+        for name in ("documents", "max_seqlen", "tp", "cp", "align"):
+            object.__setattr__(self, name, as_count(name, getattr(self, name)))
+        if self.capacity is not None:
+            object.__setattr__(self, "capacity", as_count("capacity", self.capacity))
         check_entries(self.seqlens, self.padded, self.cp)
         check_total(self.total_tokens, len(self.padded), self.tp, self.cp, self.align, self.capacity)
         if not 0 < self.documents <= len(self.padded):

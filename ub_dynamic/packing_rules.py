@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from math import lcm
 from typing import Any, Literal, get_args
 
-from .errors import UBAlignmentError, UBCapacityError, UBShapeError
+from .errors import UBAlignmentError, UBCapacityError, UBShapeError, shown
+from .shapes import as_int
 
 Tail = Literal["ghost", "ghost_padding", "extend_last", "error"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -97,16 +98,22 @@ def boundary_lengths(values: Any, what: str) -> tuple[int, ...]:
     return lengths
 
 
-def check_positive(**sizes: int) -> None:
-    """Every size is an int of at least 1."""
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise UBShapeError(f"{name} = {size!r}: it must be an int of at least 1")
+def as_count(name: str, value: Any) -> int:
+    """``value`` as a Python int of at least 1, numpy's included; :class:`UBShapeError` for anything else."""
+    number = as_int(value)
+    if number is None or number < 1:
+        raise UBShapeError(f"{name} = {shown(value)}: it must be an int of at least 1")
+    return number
 
 
-def check_optional(**sizes: int | None) -> None:
-    """Every size that is not None is an int of at least 1."""
-    check_positive(**{name: size for name, size in sizes.items() if size is not None})
+def as_counts(**values: Any) -> tuple[int, ...]:
+    """Each of ``values`` as :func:`as_count` takes it."""
+    return tuple(as_count(name, value) for name, value in values.items())
+
+
+def optional_counts(**values: Any) -> tuple[int | None, ...]:
+    """Each of ``values`` that is not None as :func:`as_count` takes it."""
+    return tuple(None if value is None else as_count(name, value) for name, value in values.items())
 
 
 def check_entries(seqlens: tuple[int, ...], padded: tuple[int, ...], cp: int) -> None:
@@ -148,7 +155,6 @@ def valid_total(
     filled: int, sequences: int, tp: int, cp: int, align: int, capacity: int | None, bucket: int | None
 ) -> int:
     """T for documents that fill ``filled`` rows: rounded up by the rule, then to a bucket or the capacity."""
-    check_optional(capacity=capacity, bucket=bucket)
     multiple = batch_multiple(tp, cp, align)
     total = round_up(filled, multiple)
     check_total(total, sequences, tp, cp, align, capacity)
@@ -174,7 +180,6 @@ def cover_tail(
     """Real and padded lengths that reach up to ``total``, with empty entries up to ``slots``."""
     if tail not in TAILS:
         raise UBShapeError(f"tail = {tail!r}: it must be one of {', '.join(TAILS)}")
-    check_optional(slots=slots, max_seqlen=max_seqlen)
     documents, filled = len(padded), sum(padded)
     gap = total - filled
     if gap and tail == "error":

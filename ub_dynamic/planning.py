@@ -22,10 +22,11 @@ from .errors import UBCapacityError, UBShapeError
 from .packing import Lengths, PackedBatch
 from .packing_rules import (
     Tail,
+    as_count,
+    as_counts,
     batch_multiple,
-    check_optional,
-    check_positive,
     document_lengths,
+    optional_counts,
     round_up,
     rule,
     sequence_multiple,
@@ -117,8 +118,8 @@ def plan_microbatches(
     microbatch documents keep their order.
     """
     lengths = _host_lengths(lengths)
-    check_positive(max_tokens=max_tokens, tp=tp, cp=cp, align=align)
-    check_optional(max_documents=max_documents)
+    max_tokens, tp, cp, align = as_counts(max_tokens=max_tokens, tp=tp, cp=cp, align=align)
+    (max_documents,) = optional_counts(max_documents=max_documents)
     if too_long not in ("error", "split"):
         raise UBShapeError(f"too_long = {too_long!r}: it must be 'error' or 'split'")
     multiple = batch_multiple(tp, cp, align)
@@ -150,10 +151,11 @@ def plan_fixed_count(
     ``max_tokens`` of the plan is the largest T that occurs, the capacity to register communicators for.
     """
     lengths = _host_lengths(lengths)
-    check_positive(documents_per_microbatch=documents_per_microbatch, tp=tp, cp=cp, align=align)
+    tp, cp, align = as_counts(tp=tp, cp=cp, align=align)
+    many = as_count("documents_per_microbatch", documents_per_microbatch)
     layout = {"tp": tp, "cp": cp, "align": align, "tail": tail}
     spans = [Span(index, 0, length) for index, length in enumerate(lengths)]
-    groups = (spans[i : i + documents_per_microbatch] for i in range(0, len(spans), documents_per_microbatch))
+    groups = (spans[i : i + many] for i in range(0, len(spans), many))
     microbatches = tuple(_microbatch(group, layout) for group in groups)
     return Plan(microbatches, max(each.batch.total_tokens for each in microbatches))
 

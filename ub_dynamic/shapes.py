@@ -107,37 +107,48 @@ def parse_shape(shape: Any, what: str = "active shape") -> Shape:
         raise UBShapeError(f"{form} in a list or tuple, got {_describe(shape)}")
     if len(shape) != 2:
         raise UBShapeError(f"{form}, got {len(shape)} entries: {_describe(shape)}")
-    tokens, hidden = (_as_int(entry, form) for entry in shape)
-    if tokens == 0:
-        raise UBShapeError(
-            f"{what} [0, {hidden}]: tokens must be positive; skip the microbatch on all TP ranks instead"
-        )
-    if tokens < 0 or hidden <= 0:
-        raise UBShapeError(f"{what} [{tokens}, {hidden}]: tokens and hidden must be positive")
+    tokens, hidden = (_checked_int(entry, form) for entry in shape)
+    if tokens <= 0:
+        raise _no_tokens(f"{what} [{tokens}, {hidden}]")
+    if hidden <= 0:
+        raise UBShapeError(f"{what} [{tokens}, {hidden}]: hidden must be positive")
     return tokens, hidden
 
 
 def parse_tokens(tokens: Any) -> int:
     """A number of tokens, as :func:`parse_shape` takes it, as a positive int; :class:`UBShapeError` otherwise."""
-    count = _as_int(tokens, "a number of tokens T must be an int")
+    count = _checked_int(tokens, "a number of tokens T must be an int")
     if count <= 0:
-        raise UBShapeError(f"T = {count}: tokens must be positive; skip the microbatch on all TP ranks instead")
+        raise _no_tokens(f"T = {count}")
     return count
 
 
-def _as_int(entry: Any, form: str) -> int:
-    if type(entry) is int:
-        return entry
-    if isinstance(entry, torch.Tensor):
-        if entry.device.type != "cpu":
-            raise UBShapeError(
-                f"{form}, got a tensor on {entry.device}: reading it would synchronise; keep lengths on the host"
-            )
-        if entry.dim() == 0 and not entry.dtype.is_floating_point and entry.dtype != torch.bool:
-            return int(entry.item())
-    elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
+def _no_tokens(where: str) -> UBShapeError:
+    return UBShapeError(f"{where}: tokens must be positive; skip the microbatch on all TP ranks instead")
+
+
+def as_int(value: Any) -> int | None:
+    """``value`` as a Python int, one of numpy or a 0-dim CPU integer tensor included; None for all else, a bool too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, torch.Tensor):
+        on_host = value.device.type == "cpu"
+        if on_host and value.dim() == 0 and not value.dtype.is_floating_point and value.dtype != torch.bool:
+            return int(value.item())
+    elif not isinstance(value, bool) and hasattr(value, "__index__"):
         with contextlib.suppress(TypeError):  # of an array that is no scalar
-            return operator.index(entry)
+            return operator.index(value)
+    return None
+
+
+def _checked_int(entry: Any, form: str) -> int:
+    value = as_int(entry)
+    if value is not None:
+        return value
+    if isinstance(entry, torch.Tensor) and entry.device.type != "cpu":
+        raise UBShapeError(
+            f"{form}, got a tensor on {entry.device}: reading it would synchronise; keep lengths on the host"
+        )
     raise UBShapeError(f"{form}, got {_describe(entry)}")
 
 
@@ -228,7 +239,7 @@ def _check_layout(
     if hidden != capacity[1]:
         raise UBShapeError(f"active shape {list(active)}: hidden size is fixed at init: H = {capacity[1]}")
     if tokens < 1:
-        raise UBShapeError(f"active shape {list(active)}: tokens must be positive")
+        raise _no_tokens(f"active shape {list(active)}")
     if tokens > capacity[0]:
         raise UBCapacityError(
             f"T = {tokens} tokens exceed the capacity of {capacity[0]}; the next valid value is {capacity[0]}"

@@ -27,6 +27,7 @@ import torch
 
 from .backends.names import check_choices
 from .errors import UBShapeError, UBUnsupportedError, shown
+from .input_file import check_input
 from .json_fields import Fields, check_time, check_whole
 from .modes import WORDS, is_mode
 from .output_file import check_regular
@@ -180,6 +181,7 @@ class TuningTable:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, force: bool = False) -> TuningTable:
         """The table in ``path``. :class:`UBUnsupportedError` says what is wrong with the file."""
+        check_input(Path(path))
         try:
             return replace(cls.from_json(json.loads(Path(path).read_text())), forced=force)
         except OSError as error:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from pipeline_faults import (
     FLAT,
     FOLDED,
@@ -44,14 +42,7 @@ from ub_dynamic.testing.pipeline_cases import (
     rank_transport,
 )
 
-pytestmark = pytest.mark.mpi(2, launcher="torchrun", timeout=120)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo")
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.mpi(2, launcher="torchrun", timeout=120), pytest.mark.usefixtures("gloo_world")]
 
 
 # Message numbers of the three phases: 1F1B of six microbatches sends six each way, interleaved with two chunks twelve

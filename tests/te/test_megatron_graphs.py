@@ -110,6 +110,25 @@ def test_the_adapter_stays_while_a_graph_waits_for_its_backward(
     assert "forward" not in vars(place.block)
 
 
+@pytest.mark.parametrize("decoders", [1, 2])
+def test_of_several_blocks_all_stay_while_one_waits(place: Place, captures: list[Capture], decoders: int) -> None:  # noqa: F811
+    megatron.install()
+    blocks = [place.block, Place(place.world, place.config, place.flags).block]
+    parts = [[block] for block in blocks] if decoders == 2 else [blocks]
+    graphs = [graphed for part in parts for graphed in megatron.graph_decoder(part).graphs]
+    place.forward(128)[1].backward(torch.ones(64, 1, 64, dtype=torch.bfloat16))
+    place.block = blocks[1]
+    _, output = place.forward(128)
+    with pytest.raises(UBStateError, match="between its forward and its backward"):
+        megatron.uninstall()
+    assert [len(graphed) for graphed in graphs] == [1, 1]
+    assert all("forward" in vars(block) for block in blocks)
+    output.backward(torch.ones_like(output))
+    megatron.uninstall()
+    assert [len(graphed) for graphed in graphs] == [0, 0]
+    assert not any("forward" in vars(block) for block in blocks)
+
+
 def test_boundaries_are_inputs_and_facts_are_fixed(place: Place, captures: list[Capture]) -> None:  # noqa: F811
     megatron.install()
     graphed = megatron.graph_decoder(place.block)

@@ -131,8 +131,8 @@ def test_an_error_of_te_is_not_swallowed(place: Place, monkeypatch: pytest.Monke
     ("tokens", "text"),
     [
         (9, "the next valid"),
-        (-8, "tokens and hidden must be positive"),
-        (-(1 << 70), "tokens and hidden must be positive"),
+        (-8, "tokens must be positive"),
+        (-(1 << 70), "tokens must be positive"),
         (CAPACITY + 8, "exceed"),
         (1 << 63, "exceed"),
         (1 << 70, "exceed"),

@@ -127,6 +127,7 @@ def test_buffers_are_those_that_are_registered() -> None:
         specs = resolve_specs((tokens, 1024), 4, torch.bfloat16)
         assert shown == sum(spec.layout(tokens).capacity_nbytes for spec in specs)
     assert run([5], Workload(8, 4)).buffer_bytes is None  # no H
+    assert repr(Workload(np.int64(8), np.int32(4), hidden=np.int64(32))) == repr(Workload(8, 4, hidden=32))
     assert run([5], Workload(8, hidden=1024)).buffer_bytes == 0
 
 

@@ -19,23 +19,25 @@ PACKAGE = ROOT / "ub_dynamic"
 # stands lower, never the other way round.
 BASE = {"errors"}
 ARITHMETIC = BASE | {"shapes", "rules"}
-RANKS = BASE | {"ranks", "groups", "board"}
+RANKS = BASE | {"seconds", "ranks", "groups", "board"}
 PACKED = ARITHMETIC | {"metadata", "packing_rules", "packing", "planning"}
 BACKEND = ARITHMETIC | RANKS | {"overlap", "backends.protocol", "backends.names"}
 ARROWS = {
     "errors": set(),
+    "seconds": BASE,
     "modes": set(),
-    "batches": set(),
+    "batches": BASE,
     "shapes": BASE,
     "rules": ARITHMETIC,
     "overlap": BASE,
     "policy": BASE | {"overlap"},
     "policy_difference": BASE | {"policy"},
     "json_fields": BASE,
+    "input_file": BASE,
     "output_file": BASE,
-    "tuning_table": BASE | {"overlap", "policy", "json_fields", "output_file", "modes", "backends.names"},
+    "tuning_table": BASE | {"overlap", "policy", "json_fields", "input_file", "output_file", "modes", "backends.names"},
     "metadata": BASE,
-    "packing_rules": BASE,
+    "packing_rules": BASE | {"shapes"},
     "packing": ARITHMETIC | {"metadata", "packing_rules"},
     "planning": PACKED,
     "ranks": BASE,
@@ -44,19 +46,20 @@ ARROWS = {
     "backends": set(),
     "backends.protocol": ARITHMETIC | {"overlap"},
     "backends.names": ARITHMETIC | {"overlap"},
-    "backends.host": BACKEND,
+    "backends.host": BACKEND | {"input_file"},
     "backends.te": BACKEND | PACKED,
     "stages": BASE | {"overlap", "policy", "backends.protocol"},
     "scopes": BASE | {"shapes"},
+    "valid_shapes": ARITHMETIC,
     "reports": {"policy", "shapes", "stages"},
     "manager": ARITHMETIC
     | RANKS
-    | {"batches", "packing", "policy", "reports", "scopes", "stages", "backends.protocol"},
+    | {"batches", "packing", "policy", "reports", "scopes", "stages", "valid_shapes", "backends.protocol"},
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS | {"batches"},
     "agreement": BACKEND | {"manager", "modes", "policy", "policy_difference", "tuning_table"},
     "api": BACKEND | {"agreement", "manager", "reports", "scopes", "packing", "backends.host", "backends.te"},
-    "advise": PACKED | {"overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
+    "advise": PACKED | {"input_file", "overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything
     "testing": None,  # tests know everything

@@ -4,10 +4,39 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ub_dynamic.bench import start
+from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark
+
+ROOT = Path(__file__).resolve().parents[2]
+# A measurement that needs no GPU: a row of the first rank, then nothing for long.
+RANK = """\
+import json, os, time
+if os.environ["RANK"] == "0":
+    open(os.environ["UB_DYNAMIC_BENCH_EVENTS"], "a").write(json.dumps({"row": {"tp": 2, "a": 1}}) + "\\n")
+time.sleep(120)
+"""
+# Ctrl-C as in a terminal: a shell's background job ignores it.
+COMMAND = """\
+import os, signal
+from ub_dynamic.bench import start
+from ub_dynamic.cli import measuring
+signal.signal(signal.SIGINT, signal.default_int_handler)
+start.PROGRAM = "one_row"
+start.mode_of = measuring.mode_of = lambda backend, ranks: "one-gpu-2-ranks"
+watched = measuring.Watched("bench", lambda row: os.write(2, b"a row\\n"))
+ended = watched.run("op", {}, "te", 2, 100.0)
+print("rows", ended.rows)
+raise SystemExit(watched.exit_status)
+"""
 
 
 def test_events_are_read_as_they_come(tmp_path: Path) -> None:
@@ -19,3 +48,28 @@ def test_events_are_read_as_they_come(tmp_path: Path) -> None:
         file.flush()
         file.write('{"a": 2}}\n{"ended in the mid')
     assert seen == [{"row": {"a": 1}}, {"row": {"a": 2}}] == reader.events
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_ranks_that_share_a_gpu_and_keeps_their_rows(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    (tmp_path / "one_row.py").write_text(RANK)
+    mark = new_mark()
+    environment = {**os.environ, **mark, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        while (line := process.stderr.readline()) != "a row\n":
+            assert line, "it ended"
+        process.send_signal(number)
+        shown, said = process.communicate(timeout=60)
+        assert not marked_pids(mark)
+    finally:
+        process.kill()
+        kill_marked(mark)
+    assert process.returncode == status, said
+    assert "nothing is left running; rows that were measured: 1" in said and "Traceback" not in said
+    assert "rows [{'tp': 2, 'a': 1}]" in shown

@@ -195,6 +195,27 @@ class TestFigures:
         assert [int(count) for count in program._SUMMARY.findall(text)] == [0, 12]
 
 
+@pytest.mark.parametrize(("signalled", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_program_that_a_signal_ends_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: BaseException, status: int
+) -> None:
+    import _one_gpu
+
+    started = []
+
+    def collect(command: Any, mode: str, ranks: int, timeout_s: float, on_event: Any, **_: Any) -> Any:
+        started.append(ranks)
+        on_event({"row": {"tp": ranks, "ms": 2.5}})
+        raise signalled
+
+    monkeypatch.setattr(_one_gpu, "collect", collect)
+    options = _one_gpu.parser("A program.").parse_args(["--out", str(tmp_path)])
+    assert _one_gpu.main("program", options, lambda *_: None, lambda rows: {"rows": len(rows)}) == status
+    assert started == [2], "nothing is started after it"
+    record = json.loads((tmp_path / "program.json").read_text())
+    assert record["rows"] == [{"tp": 2, "ms": 2.5}] and record["figures"] == {"rows": 1, "failed_starts": 1}
+
+
 class TestDriver:
     RESULT = (
         "import json, sys, time; tp = int(sys.argv[1]); "

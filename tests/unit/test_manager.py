@@ -219,5 +219,5 @@ class TestState:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, True, "20"])
 def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
-    with pytest.raises(UBStateError, match="timeout = .*: it is a positive, finite number of seconds, or None"):
+    with pytest.raises(UBStateError, match="timeout = .*: it is a positive, finite number of seconds, as 20 is"):
         make(timeout_s=timeout)

@@ -115,6 +115,20 @@ class TestBindBackward:
             with pytest.raises(UBStateError, match=f"found no tensor in {type(nothing).__name__}"):
                 manager.bind_backward(nothing, [64, 64])
 
+    def test_an_output_that_contains_itself_is_refused(self) -> None:
+        manager, _ = make()
+        notes: list[int] = []
+        logits = Seen.apply(torch.ones(2, requires_grad=True), manager, notes)
+        circle: list[object] = [logits]
+        circle.append({"same": circle})
+        with pytest.raises(UBStateError, match="holds a list that contains itself; pass a tensor, or"):
+            manager.bind_backward(circle, [64, 64])
+        assert notes == []
+        shared = [logits]
+        manager.bind_backward((shared, shared), [64, 64])  # twice is no circle
+        logits.sum().backward()
+        assert notes == [64]
+
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_recomputation_sees_the_shape_of_its_forward(self, reentrant: bool) -> None:
         manager, _ = make()

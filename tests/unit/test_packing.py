@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PackedBatch: rules and tails against a search, known answers, one copy to a device, errors and their texts."""
+"""PackedBatch: rules and tails against a search, known answers, errors and their texts."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import pickle
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,10 +14,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ub_dynamic.errors import UBAlignmentError, UBCapacityError, UBShapeError, UBStateError, UBUnsupportedError
-from ub_dynamic.metadata import MAX_CP_SEQUENCES
+from ub_dynamic.errors import UBAlignmentError, UBCapacityError, UBShapeError, UBUnsupportedError
 from ub_dynamic.packing import PackedBatch
 from ub_dynamic.packing_rules import GHOST_TOKENS, MAX_GHOSTS, TAILS
 
@@ -103,6 +98,23 @@ def test_boundaries_describe_the_same_layout(
         assert made_from_tensor == made and hash(made_from_tensor) == hash(made)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, torch.tensor])
+def test_counts_may_be_integers_of_other_kinds(kind: Callable[[int], Any]) -> None:
+    counts = {"tp": 2, "cp": 2, "align": 4, "capacity": 64, "slots": 3, "max_seqlen": 48}
+    others = {name: kind(count) for name, count in counts.items()}
+    made = PackedBatch.from_lengths([21, 9], **counts, bucket=16)
+    batch = PackedBatch.from_lengths([21, 9], **others, bucket=kind(16))
+    read = PackedBatch.from_cu_seqlens(
+        made.cu_seqlens[:3], made.cu_seqlens_padded[:3], **others, total_tokens=kind(made.total_tokens)
+    )
+    facts = {**dataclasses.asdict(made), **{name: others[name] for name in ("tp", "cp", "align", "capacity")}}
+    facts |= {"seqlens": np.array(made.seqlens), "documents": kind(2), "max_seqlen": kind(48)}
+    for same in (batch, read, PackedBatch(**facts)):
+        assert same == made and hash(same) == hash(made)
+        values = [value for name, value in dataclasses.asdict(same).items() if name not in ("seqlens", "padded")]
+        assert {type(value) for value in (*values, *same.seqlens)} == {int}
+
+
 def test_known_answers() -> None:
     one = PackedBatch.from_lengths([698], cp=4)
     assert (one.padded, one.max_seqlen, one.pad_between_seqs) == ((704,), 704, True), "only the last entry is padded"
@@ -179,45 +191,6 @@ def test_what_are_no_lengths(lengths: Any) -> None:
         PackedBatch.from_lengths(lengths)
 
 
-class Operations(TorchDispatchMode):
-    """Records what is dispatched: copies to a device, and reads from one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("lengths", [[8, 16, 8], [5, 16, 7]])
-def test_one_copy_shared_by_q_and_kv_and_nothing_read_back(lengths: list[int]) -> None:
-    batch = PackedBatch.from_lengths(lengths, cp=2, tp=2)
-    with Operations() as operations:  # "meta" stands for a device: a read from it would raise
-        first = batch.dpa_kwargs("meta")
-        again = batch.dpa_kwargs("meta", causal=False)
-    assert operations.names.count("_to_copy") == 1, operations.names
-    assert not {"_local_scalar_dense", "equal", "item", "is_nonzero"} & set(operations.names)
-    assert first["cu_seqlens_q"] is first["cu_seqlens_kv"] is again["cu_seqlens_q"]
-    assert first["cu_seqlens_q_padded"] is first["cu_seqlens_kv_padded"]
-    assert (first["cu_seqlens_q_padded"] is first["cu_seqlens_q"]) == (not batch.has_padding)
-    assert first["pad_between_seqs"] == batch.has_padding
-    assert (first["attn_mask_type"], again["attn_mask_type"]) == ("padding_causal", "padding")
-
-
-@pytest.mark.parametrize("lengths", [[8, 16, 8], [5, 16, 7]])
-def test_values_on_the_device(lengths: list[int]) -> None:
-    batch = PackedBatch.from_lengths(lengths, cp=2, tp=2)
-    kwargs = batch.dpa_kwargs("cpu")
-    assert kwargs["cu_seqlens_q"].tolist() == list(batch.cu_seqlens)
-    assert kwargs["cu_seqlens_q_padded"].tolist() == list(batch.cu_seqlens_padded)
-    assert kwargs["cu_seqlens_q"].dtype == kwargs["cu_seqlens_q_padded"].dtype == torch.int32
-    assert kwargs["cu_seqlens_q"].is_contiguous() and kwargs["cu_seqlens_q_padded"].is_contiguous()
-    assert kwargs["max_seqlen_q"] == kwargs["max_seqlen_kv"] == 16 and kwargs["qkv_format"] == "thd"
-    assert batch.device_metadata("cpu") is batch.device_metadata(torch.device("cpu"))
-
-
 def make(*sizes: Any, **kwargs: Any) -> Callable[[], PackedBatch]:
     return lambda: PackedBatch.from_lengths(*sizes, **kwargs)
 
@@ -241,6 +214,9 @@ def boundaries(*sizes: Any, **kwargs: Any) -> Callable[[], PackedBatch]:
         (make([3], tp=0), UBShapeError, ["tp = 0", "at least 1"]),
         (make([3], cp=-2), UBShapeError, ["cp = -2", "at least 1"]),
         (make([3], align=1.5), UBShapeError, ["align = 1.5", "an int of at least 1"]),
+        (make([3], capacity=True), UBShapeError, ["capacity = True", "an int of at least 1"]),
+        (make([3], bucket=np.array([8, 8])), UBShapeError, ["bucket = array([8, 8])", "an int of at least 1"]),
+        (lambda: PackedBatch((4,), (4,), 1, 4, tp=True), UBShapeError, ["tp = True", "an int of at least 1"]),
         (make([3], slots=0), UBShapeError, ["slots = 0", "at least 1"]),
         (make([3], tail="crop"), UBShapeError, ["tail = 'crop'", "ghost, ghost_padding, extend_last, error"]),
         (
@@ -311,58 +287,3 @@ def test_device_tensors_are_refused() -> None:
     for call in (make(on_device), boundaries(on_device), boundaries([0, 4], on_device)):
         with pytest.raises(UBUnsupportedError, match=r"tensor on meta: reading it would wait .*allow_sync=True"):
             call()
-
-
-def test_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    batch = PackedBatch.from_lengths([8])
-    with pytest.raises(UBStateError, match="during CUDA graph capture: call the same method once before"):
-        batch.device_metadata("cuda:0")
-
-
-def test_more_than_te_can_index_is_refused() -> None:
-    PackedBatch.from_lengths([1] * (MAX_CP_SEQUENCES + 1)).dpa_kwargs("cpu")
-    many = PackedBatch.from_lengths([1] * (MAX_CP_SEQUENCES + 1), cp=2)
-    with pytest.raises(
-        UBCapacityError, match=f"{MAX_CP_SEQUENCES + 1} sequences.*number of sequences is {MAX_CP_SEQUENCES}"
-    ):
-        many.dpa_kwargs("cpu")
-    with pytest.raises(UBCapacityError, match=r"T = 2147483648: .*below 2\^31"):
-        PackedBatch.from_lengths([2**31]).to_megatron("cpu")
-
-
-def megatron(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Install a PackedSeqParams that has these fields."""
-    module = ModuleType("megatron.core.packed_seq_params")
-    fields = [(name, Any, dataclasses.field(default=None)) for name in names]
-    module.PackedSeqParams = dataclasses.make_dataclass("PackedSeqParams", fields)  # type: ignore[attr-defined]
-    for name in ("megatron", "megatron.core"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-OLD = ["qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"]
-PADDED = ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
-
-
-def test_megatron_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, padded = (PackedBatch.from_lengths([length], cp=2) for length in (8, 7))
-    megatron(monkeypatch, *OLD, *PADDED, "local_cp_size", "total_tokens", "pad_between_seqs")
-    new = padded.to_megatron("cpu")
-    assert new.pad_between_seqs is True and new.total_tokens is None and new.local_cp_size is None
-    assert new.cu_seqlens_q.tolist() == [0, 7] and new.cu_seqlens_kv_padded.tolist() == [0, 8]
-    assert plain.to_megatron("cpu").pad_between_seqs is False
-    megatron(monkeypatch, *OLD)
-    assert plain.to_megatron("cpu").max_seqlen_q == 8
-    with pytest.raises(UBUnsupportedError, match="no PackedSeqParams.cu_seqlens_kv_padded, cu_seqlens_q_padded"):
-        padded.to_megatron("cpu")
-    monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", None)
-    with pytest.raises(UBUnsupportedError, match="pip install megatron-core"):
-        plain.to_megatron("cpu")
-
-
-@pytest.mark.te
-def test_te_takes_every_argument() -> None:
-    te = pytest.importorskip("transformer_engine.pytorch")
-    taken = inspect.signature(te.DotProductAttention.forward).parameters
-    assert set(PackedBatch.from_lengths([7], cp=2).dpa_kwargs("cpu")) <= set(taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -143,6 +144,14 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], texts: list[s
     assert caught.type is error
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_counts_may_be_numpys() -> None:
+    lengths, counts = [30, 7, 9], {"tp": 2, "cp": 2, "align": 4}
+    numpys = {name: np.int64(count) for name, count in counts.items()}
+    plan = plan_microbatches(lengths, np.int64(64), max_documents=np.int32(2), **numpys)
+    assert plan == plan_microbatches(lengths, 64, max_documents=2, **counts) and type(plan.max_tokens) is int
+    assert plan_fixed_count(lengths, np.int64(2), **numpys) == plan_fixed_count(lengths, 2, **counts)
 
 
 def test_fixed_count_errors() -> None:

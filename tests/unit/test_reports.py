@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ub_dynamic.errors import UBShapeError, UBStateError
-from ub_dynamic.groups import default_timeout_s
+from ub_dynamic.errors import UBShapeError
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice
 from ub_dynamic.reports import ShapeReport
@@ -50,12 +49,3 @@ def test_a_number_of_tokens_is_positive(tokens: int) -> None:
 def test_a_shape_is_a_list_or_a_tuple(shape: Any) -> None:
     with pytest.raises(UBShapeError, match="two ints in a list or tuple, got"):
         parse_shape(shape)
-
-
-@pytest.mark.parametrize("seconds", ["abc", "-1", "0", "inf", "nan", ""])
-def test_a_timeout_in_the_environment_is_named(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UB_DYNAMIC_TIMEOUT", seconds)
-    with pytest.raises(UBStateError, match=f"UB_DYNAMIC_TIMEOUT = '{seconds}': it is a positive, finite number"):
-        default_timeout_s()
-    monkeypatch.setenv("UB_DYNAMIC_TIMEOUT", "2.5")
-    assert default_timeout_s() == 2.5

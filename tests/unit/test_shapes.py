@@ -119,9 +119,9 @@ def test_parse_shape_takes_what_is_an_int(shape: object) -> None:
         ([torch.tensor(64.0), 8], ["2-D [tokens, hidden]", "float32"]),
         ([torch.tensor([64]), 8], ["2-D [tokens, hidden]", "shape (1,)"]),
         ([torch.zeros((), dtype=torch.int64, device="meta"), 8], ["2-D [tokens, hidden]", "synchronise"]),
-        ([-2, 8], ["[-2, 8]", "must be positive"]),
-        ([64, 0], ["[64, 0]", "must be positive"]),
-        ([0, 8], ["must be positive", "skip the microbatch on all TP ranks"]),
+        ([-2, 8], ["[-2, 8]: tokens must be positive", "skip the microbatch on all TP ranks"]),
+        ([64, 0], ["[64, 0]: hidden must be positive"]),
+        ([0, 8], ["[0, 8]: tokens must be positive", "skip the microbatch on all TP ranks"]),
     ],
 )
 def test_parse_shape_refuses(shape: object, words: list[str]) -> None:

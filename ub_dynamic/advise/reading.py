@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UBShapeError, UBUnsupportedError
+from ..input_file import check_input
 from .distribution import Integers
 
 OnProgress = Callable[[int], None]
@@ -32,8 +33,10 @@ def read_lengths(path: Path, field: str = "length", on_progress: OnProgress | No
     that holds a list, as ``input_ids`` does, counts as the number of its entries. Empty lines are passed over.
 
     Raises :class:`UBShapeError` that names the line, or row, and the value of what is no length: an integer of at
-    least 0; also for a field that is not there and for a file without any length.
+    least 0; also for a field that is not there and for a file without any length. :class:`UBUnsupportedError` for what
+    is neither a regular file nor a pipe.
     """
+    check_input(path)
     blocks = _parquet(path, field) if path.suffix.lower() in PARQUET else _lines(path, field)
     empty = True
     for lengths, done in blocks:
@@ -47,6 +50,7 @@ def read_lengths(path: Path, field: str = "length", on_progress: OnProgress | No
 
 def size_of(path: Path) -> int:
     """What a finished read of ``path`` reports: the rows of a Parquet file, the bytes of any other."""
+    check_input(path)
     return int(_open_parquet(path).metadata.num_rows) if path.suffix.lower() in PARQUET else path.stat().st_size
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..backends.names import resolve_specs
 from ..errors import UBAlignmentError, UBCapacityError, UBShapeError
-from ..packing_rules import batch_multiple, check_optional, check_positive, sequence_multiple
+from ..packing_rules import as_count, batch_multiple, sequence_multiple
 from ..rules import TokenRule, combine, token_rule
 from ..shapes import CommSpec, registered_rows
 from .buckets import best_borders, padded_to
@@ -49,8 +49,10 @@ class Workload:
     documents: int = 4
 
     def __post_init__(self) -> None:
-        names = ("capacity", "tp", "cp", "hidden", "window", "documents")
-        check_optional(**{name: getattr(self, name) for name in names})
+        for name in ("capacity", "tp", "cp", "window", "documents"):
+            object.__setattr__(self, name, as_count(name, getattr(self, name)))
+        if self.hidden is not None:
+            object.__setattr__(self, "hidden", as_count("hidden", self.hidden))
         if self.plan not in ("packed", "fixed"):
             raise UBShapeError(f"plan = {self.plan!r}: it is 'packed' or 'fixed'")
         self.specs()
@@ -219,12 +221,11 @@ def _strategies(
         return Strategy(name, shapes.total, waste, len(shapes.values), seconds / whole, tuple(borders))
 
     yield strategy("pad to capacity", Distribution(np.array([workload.capacity]), np.array([len(tokens)])))
-    for count in sorted(set(buckets)):
-        check_positive(buckets=count)
-        step = -(-workload.capacity // count)
+    for number in sorted({as_count("buckets", each) for each in buckets}):
+        step = -(-workload.capacity // number)
         step = int(workload.tokens(np.array([step * workload.cp]))[0])
         equal = np.minimum(np.arange(step, workload.capacity + step, step), workload.capacity)
-        yield strategy(f"{count} equal buckets", padded_to(tokens, equal), map(int, equal))
-        borders = best_borders(tokens, count)
-        yield strategy(f"{count} best buckets", padded_to(tokens, np.array(borders)), borders)
+        yield strategy(f"{number} equal buckets", padded_to(tokens, equal), map(int, equal))
+        borders = best_borders(tokens, number)
+        yield strategy(f"{number} best buckets", padded_to(tokens, np.array(borders)), borders)
     yield strategy("exact T", tokens)

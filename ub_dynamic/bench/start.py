@@ -107,7 +107,8 @@ def collect(
 ) -> Ended:
     """Run ``python <words>`` on the ranks of ``mode`` and collect what the first of them says.
 
-    ``output``: what the ranks print goes there too, line by line where they share a GPU, else at the end.
+    ``output``: what the ranks print goes there too, line by line where they share a GPU, else at the end. A signal ends
+    the ranks and goes on as the exception that it is here; ``on_event`` has got what they said until then.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "events")
@@ -137,10 +138,7 @@ def _on_one_gpu(
     options = one_gpu.OneGpu(ranks, mps=mps, timeout_s=timeout_s, env=environment)
     with tempfile.TemporaryFile() as kept:
         stream = cast(BinaryIO, kept) if output is None else output
-        try:
-            status = one_gpu.run([sys.executable, "-W", "ignore", *words], options, stream).returncode
-        except SystemExit as ended:  # by a signal, when all ranks are gone: what they measured counts
-            status = int(ended.code or 0)
+        status = one_gpu.run([sys.executable, "-W", "ignore", *words], options, stream).returncode
         kept.seek(0)
         return status, kept.read().decode(errors="replace")
 

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Annotated, Any, cast
 
 import typer
@@ -20,11 +17,12 @@ from ..bench.operations import GEMMS, any_method_multiple, buckets
 from ..bench.start import Ended, mode_of, run
 from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
+from ..seconds import environment_seconds
 from ..testing.one_gpu import signals_as_exit
 from .files import refuse
 
 INTERRUPTED = 130
-START_VARIABLE = "UB_DYNAMIC_BENCH_START_S"
+START_S = 150.0  # what starting ranks, imports and one cell more than planned may take
 
 Backend = Annotated[str, typer.Option(help="host: CPU ranks over MPI; te: Transformer Engine on GPUs")]
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks, one TP group: tp")]
@@ -102,16 +100,6 @@ def gemm_names(text: str | None) -> list[str]:
     return names(text, GEMMS, "--gemms")
 
 
-def start_seconds() -> float:
-    """What starting ranks, imports and one cell more than planned may take: UB_DYNAMIC_BENCH_START_S, else 150."""
-    text, seconds = os.environ.get(START_VARIABLE, "150"), math.nan
-    with suppress(ValueError):
-        seconds = float(text)
-    if not 0 < seconds < math.inf:
-        refuse(START_VARIABLE, f"{text!r} is no finite number of seconds above 0, as in 150")
-    return seconds
-
-
 class Watched:
     """A run with a progress bar; what cannot be compared here is said above it, each row goes to ``on_row``."""
 
@@ -124,8 +112,8 @@ class Watched:
     def run(self, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int, seconds: float) -> Ended:
         """Measure, or exit: 2 for what cannot be measured here; without any row 130 after Ctrl-C, 128 + N after signal
         N, 1 if a rank failed. With rows the caller keeps them, and ends with ``exit_status``."""
-        limit = seconds + start_seconds()
         try:
+            limit = seconds + environment_seconds("UB_DYNAMIC_BENCH_START_S", START_S)
             mode = mode_of(backend, ranks)
             self.console.print(f"[bold]{self._title}[/] on {mode}", highlight=False)
             with self._progress() as progress:

@@ -12,7 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .files import PictureFile, writing
+from ..errors import UBUnsupportedError
+from .files import PictureFile, refuse, writing
 
 
 def trace(
@@ -38,6 +39,8 @@ def trace(
         ranks = load(file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    except UBUnsupportedError as error:
+        refuse("trace", error)
     begin = min((span.start_ns for spans in ranks for span in spans), default=0)
     shown = [cut(spans, first, last) for spans in ranks]
     if not any(shown):

@@ -27,37 +27,28 @@ def make_rounds(name: ScheduleName, rank: int, pp: int, vpp: int, microbatches: 
 
     Takes time and memory for all ``2 * pp * vpp * microbatches`` passes, once.
     """
-    plans = [list(make_schedule(name, each, pp, vpp, microbatches)) for each in range(pp)]
-    done, come = [0] * pp, [set[Action]() for _ in range(pp)]
+    last = pp * vpp - 1
+    # So many microbatches have come to each stage, in order; tokens, and the loss, are there from the start.
+    come = {"forward": [microbatches] + [0] * last, "backward": [0] * last + [microbatches]}
+    plans = [make_schedule(name, each, pp, vpp, microbatches) for each in range(pp)]
+    following = [next(plan, None) for plan in plans]
     rounds = []
-    while any(done[each] < len(plan) for each, plan in enumerate(plans)):
-        coming: list[list[Action]] = [[] for _ in range(pp)]
-        made: list[Action | None] = [None] * pp
-        for each, plan in enumerate(plans):
-            action = plan[done[each]] if done[each] < len(plan) else None
-            if action is None or not (_starts_here(action, each, pp, vpp) or action in come[each]):
+    while any(following):
+        made = [
+            action if action and action.microbatch < come[action.kind][action.chunk * pp + each] else None
+            for each, action in enumerate(following)
+        ]
+        coming = []
+        for each, action in enumerate(made):
+            if action is None:
                 continue
-            made[each] = action
-            done[each] += 1
-            come[each].discard(action)
-            if (following := _following(action, each, pp, vpp)) is not None:
-                target, next_action = following
-                coming[target].append(next_action)
-        for each in range(pp):
-            come[each].update(coming[each])
-        if made[rank] or coming[rank]:
-            rounds.append(Round(made[rank], tuple(coming[rank])))
+            following[each] = next(plans[each], None)
+            stage = action.chunk * pp + each + (1 if action.kind == "forward" else -1)
+            if not 0 <= stage <= last:
+                continue
+            come[action.kind][stage] += 1
+            if stage % pp == rank:
+                coming.append(Action(action.kind, stage // pp, action.microbatch))
+        if made[rank] or coming:
+            rounds.append(Round(made[rank], tuple(coming)))
     return tuple(rounds)
-
-
-def _starts_here(action: Action, rank: int, pp: int, vpp: int) -> bool:
-    """Whether its input is on the rank already: tokens, or the loss."""
-    return action.chunk * pp + rank == (0 if action.kind == "forward" else pp * vpp - 1)
-
-
-def _following(action: Action, rank: int, pp: int, vpp: int) -> tuple[int, Action] | None:
-    """The pass that needs what ``action`` makes, and its rank."""
-    stage = action.chunk * pp + rank + (1 if action.kind == "forward" else -1)
-    if not 0 <= stage < pp * vpp:
-        return None
-    return stage % pp, Action(action.kind, stage // pp, action.microbatch)

@@ -16,7 +16,6 @@ Results are right in this mode; times are not those of several GPUs, and a compa
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import shutil
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from ..errors import UBShapeError, UBStateError
+from ..seconds import check_seconds
 from .marked import kill_marked, new_mark
 from .mps import Keeper
 from .peer_access import peer_access_library
@@ -73,8 +73,8 @@ class OneGpu:
             raise UBShapeError(f"ranks is {self.ranks}: one GPU takes 1 to 64")
         if self.local_rank not in ("rank", "zero"):
             raise UBShapeError(f"local_rank is {self.local_rank!r}: it is 'rank' or 'zero'")
-        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
-            raise UBShapeError(f"timeout_s is {self.timeout_s}: it is a finite number of seconds above 0, as in 60")
+        if self.timeout_s is not None:
+            check_seconds("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...groups import Group
+from ...input_file import check_input
 
 GEMM, TRANSFER, WAIT = "GEMM", "transfer", "wait"
 _TRACKS = (GEMM, TRANSFER, WAIT)
@@ -97,7 +98,10 @@ def save(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> None:
 
 
 def load(path: str | Path) -> list[list[Span]]:
-    """The spans of each rank in a file of :func:`save`. ValueError for any other file."""
+    """The spans of each rank in a file of :func:`save`. ValueError for any other file, :class:`UBUnsupportedError` for
+    what is neither a regular file nor a pipe.
+    """
+    check_input(Path(path))
     try:
         events = [event for event in json.loads(Path(path).read_text())["traceEvents"] if event["ph"] == "X"]
         spans = [(_rank(event["pid"]), _span(event)) for event in events]

@@ -99,10 +99,14 @@ class GraphedMicrobatches:
         _hold_until_backward(captured, output)
         return output
 
-    def clear(self) -> None:
-        """Free every graph; :class:`UBStateError` if one still waits for its backward."""
+    def check_idle(self) -> None:
+        """:class:`UBStateError` while a graph waits for its backward."""
         if any(captured.busy for copies in self._graphs.values() for captured in copies):
             raise UBStateError("a microbatch is between its forward and its backward; its graph cannot be freed")
+
+    def clear(self) -> None:
+        """Free every graph; :class:`UBStateError`, with none freed, if one still waits for its backward."""
+        self.check_idle()
         while self._graphs:
             self._evict(next(iter(self._graphs)))
         for hook in self._hooks.values():

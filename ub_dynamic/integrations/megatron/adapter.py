@@ -41,6 +41,8 @@ _COMBINED = ("combined_1f1b_schedule_for_no_pipelining", "combined_1f1b_schedule
 class Removable(Protocol):
     """A :class:`~ub_dynamic.integrations.megatron.graphs.GraphedDecoder`."""
 
+    def check_idle(self) -> None: ...
+
     def remove(self) -> None: ...
 
 
@@ -170,6 +172,8 @@ def _take_back() -> list[str]:
     global _adapter
     if _adapter is None:
         return []
+    for decoder in _adapter.decoders:
+        decoder.check_idle()
     for decoder in tuple(_adapter.decoders):
         decoder.remove()
     _adapter.pad.remove()

@@ -49,8 +49,17 @@ class GraphedDecoder:
         """The T of the bucket that holds ``tokens``."""
         return self.graphs[0].round_up(tokens)
 
+    def check_idle(self) -> None:
+        """:class:`UBStateError` while a graph of any block waits for its backward."""
+        for graphed in self.graphs:
+            graphed.check_idle()
+
     def remove(self) -> None:
-        """Give the blocks their forward back and free every graph; a second call does nothing."""
+        """Give the blocks their forward back and free every graph; a second call does nothing.
+
+        :class:`UBStateError`, with nothing removed, while a graph waits for its backward.
+        """
+        self.check_idle()
         for graphed in self.graphs:
             graphed.clear()
         self._patches.undo()
