@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UBRankMismatchError, UBTimeoutError, UBUnsupportedError
-from .groups import Group, default_timeout_s
+from .groups import Group, timeout_seconds
 
 _HEADER = 2  # words a rank: latest change number, process id
 _MASK = (1 << 32) - 1
@@ -45,7 +45,7 @@ class RankBoard:
         self.rank, self.size, self.members = group.rank, group.size, group.members
         self._slots, self._settle_s = slots, settle_s
         self._ahead = slots // 4  # a rank may lag this much in comparing, too: half is not enough
-        self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._timeout_s = timeout_seconds(timeout_s)
         self._stride = _HEADER + slots
         self._words = memoryview(shared_file(group, self.size * self._stride * 8)).cast("q")
         self._own = self.rank * self._stride
@@ -155,7 +155,7 @@ class RankBoard:
 
         Raises :class:`UBTimeoutError` naming the ranks that have not come.
         """
-        limit = default_timeout_s() if timeout_s is None else timeout_s
+        limit = timeout_seconds(timeout_s)
         missing = self._behind(self.calls, limit)
         self.check()
         if missing:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import UBRankMismatchError, UBShapeError, UBStateError, UBTimeoutError, UBUnsupportedError
 from .ranks import discover
-from .seconds import environment_seconds
+from .seconds import check_seconds, environment_seconds
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,6 +34,11 @@ def default_timeout_s() -> float:
 def setup_timeout_s() -> float:
     """Seconds that joining a group may take: ranks start late, import and compile at different speeds."""
     return max(60.0, default_timeout_s())
+
+
+def timeout_seconds(given: float | None, default: Callable[[], float] = default_timeout_s) -> float:
+    """``given``, or the default without it; :class:`UBStateError` for what is no positive, finite number."""
+    return default() if given is None else check_seconds("timeout_s", given)
 
 
 class Group(Protocol):
@@ -84,7 +89,7 @@ class MPIGroup:
         self.comm, self._owned = comm, owned
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.members = tuple(range(self.size)) if members is None else tuple(members)
-        self.timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = timeout_seconds(timeout_s, setup_timeout_s)
 
     def allgather(self, value: Any, what: str) -> list[Any]:
         # Point to point, so that a wait that ends can say which rank is missing.
@@ -141,7 +146,7 @@ class TorchGroup:
         self.process_group, self._owned = process_group, owned
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        self.timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = timeout_seconds(timeout_s, setup_timeout_s)
 
     def allgather(self, value: Any, what: str) -> list[Any]:
         import torch.distributed as dist

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from ub_dynamic.board import RankBoard
 from ub_dynamic.errors import UBStateError
-from ub_dynamic.groups import default_timeout_s
+from ub_dynamic.groups import SoloGroup, default_timeout_s
 from ub_dynamic.manager import check_arguments
 from ub_dynamic.testing.one_gpu import OneGpu
 
@@ -22,6 +23,8 @@ RULE = "it is a positive, finite number of seconds, as 20 is"
     [
         (lambda value: check_arguments("strict", value), "timeout"),
         (lambda value: OneGpu(2, timeout_s=value), "timeout_s"),
+        (lambda value: RankBoard(SoloGroup(), timeout_s=value), "timeout_s"),
+        (lambda value: RankBoard(SoloGroup()).wait_for_all(value), "timeout_s"),
     ],
 )
 def test_an_argument_that_is_no_time(give: Callable[[Any], object], name: str, value: Any) -> None:

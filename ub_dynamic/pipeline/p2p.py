@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UBAlignmentError, UBCapacityError, UBShapeError, UBStateError
-from ..groups import Group, SoloGroup, TorchGroup, default_timeout_s, setup_timeout_s
+from ..groups import Group, SoloGroup, TorchGroup, setup_timeout_s, timeout_seconds
 from .buffers import BufferPool, Lease
 from .headers import WORDS, Direction, Header, check, check_dtype, pack_abort, peer_failure, unpack
 from .messages import Arrival, Channel, Channels, Message, Sent, Traffic
@@ -57,7 +57,7 @@ class PipelineTransport:
     ) -> None:
         check_dtype(dtype)
         self.capacity, self.dtype, self.device, self.tp = capacity, dtype, torch.device(device), tp
-        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = timeout_seconds(timeout_s)
         self.check_tokens(capacity[0])
         self.members, pipelines = _pipelines(group)
         self.size = len(self.members)

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ...board import RankBoard
 from ...errors import UBDynamicError, UBRankMismatchError, UBStateError, UBTimeoutError
-from ...groups import Group, default_timeout_s
+from ...groups import Group, timeout_seconds
 from . import trace
 from .oplog import MAX_NAMES, OperationLog
 from .progress import Cancelled, Move, ProgressThread, Transfer
@@ -39,7 +39,7 @@ class Engine:
     ) -> None:
         self.group = group
         self.rank, self.size = group.rank, group.size
-        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = timeout_seconds(timeout_s)
         self._board = board
         self.failure: BaseException | None = None
         self.filled: set[str] = set()  # communicators between copy_into_buffer and the operation that uses it
