@@ -41,6 +41,26 @@ def check_group_arguments(tp_size: Any, tp_group: Any) -> None:
         )
 
 
+def check_ranks_in_a_row(tp_size: int, tp_group: Any) -> None:
+    """Raise unless ``tp_group`` is the group that TE makes of this rank: its ``initialize_ub`` takes none.
+
+    Layers that were given another one would gather and scatter in the wrong group where they overlap.
+    """
+    if isinstance(tp_group, torch.distributed.ProcessGroup):
+        rank, members = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(tp_group)
+    else:
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.Get_rank()
+        members = tp_group.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group())
+    first = rank // tp_size * tp_size
+    if list(members) != list(range(first, first + tp_size)):
+        raise UBUnsupportedError(
+            f"tp_group has the ranks {list(members)}, but TE's UserBuffers take contiguous ranks as TP group, here "
+            f"{list(range(first, first + tp_size))}: number the ranks so, or use the host backend"
+        )
+
+
 def check_defaults(check: Any, auto: bool, policy: Any) -> None:
     """Raise for what no ``initialize_ub`` over TE takes, whatever its shape."""
     check_arguments(check, None)

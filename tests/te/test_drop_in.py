@@ -255,6 +255,21 @@ class TestWrappersOfOthers:
             base.initialize_ub(CAPACITY, 2, no_such=1)
 
 
+@pytest.mark.parametrize(("members", "right"), [([0, 1], True), ([0, 2], False), ([1, 0], False)])
+def test_a_tp_group_of_other_ranks_than_tes_is_refused(
+    members: list[int], right: bool, stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: members)
+    group = dist.ProcessGroup(0, 2)
+    if right:
+        initialize(tp_group=group)
+        return
+    with pytest.raises(UBUnsupportedError, match=rf"tp_group has the ranks \[{members[0]}, {members[1]}\].*\[0, 1\]"):
+        initialize(tp_group=group)
+    assert not ubd.is_ub_initialized()
+    assert stock.given == {}
+
+
 class TestInstallAgain:
     def test_it_changes_the_defaults_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[dict[str, Any]] = []
