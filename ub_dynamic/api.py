@@ -81,7 +81,8 @@ def initialize_ub(
     made: Backend | None = None
     try:
         options = {"dtype": dtype, "ub_cfgs": ub_cfgs, "quantization_modes": quantization_modes, "check": check}
-        asked = {**options, "auto": auto, "timeout": timeout}
+        tes = {"use_fp8": use_fp8 or None, "with_cublasmp": with_cublasmp or None}
+        asked = {**options, **tes, "bootstrap_backend": bootstrap_backend, "auto": auto, "timeout": timeout}
         capacity, chosen = agree(group, shape, tp_size, te, asked, policy)
         alternatives = None if chosen is None else chosen.configurations()
         board = RankBoard(group, timeout_s=timeout) if check != "never" and group.size > 1 else None
