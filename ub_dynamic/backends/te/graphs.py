@@ -27,6 +27,10 @@ logger = logging.getLogger("ub_dynamic")
 class _Shapes(Protocol):
     """What is needed of :class:`ub_dynamic.Manager`, which ``initialize_ub`` returns."""
 
+    @property
+    def destroyed(self) -> bool: ...
+    @property
+    def policy(self) -> Any: ...
     def microbatch(self, batch: Any) -> AbstractContextManager[Any]: ...
     def round_up_tokens(self, tokens: int) -> int: ...
     def max_tokens(self) -> int: ...
@@ -46,7 +50,7 @@ class GraphedMicrobatches:
     (:meth:`round_up`, ``PackedBatch.from_lengths(bucket=)``). ``max_graphs``: so many shapes are kept, the
     one that was not used for longest goes first. ``in_flight``: so many microbatches of one shape may be
     between their forward and the end of their backward (the pipeline depth); each costs the activations of
-    one microbatch.
+    one microbatch. A graph overlaps as the policy chose when it was captured, so another policy ends all graphs.
 
     Tensors are copied into the graph; outputs and the gradients of inputs live until the same graph is
     replayed. Parameters must keep their addresses. BF16 only: quantised modules are refused.
@@ -70,6 +74,7 @@ class GraphedMicrobatches:
         self.captures = 0
         self.replays = 0
         self._manager = manager
+        self._policy = manager.policy
         self._graphs: OrderedDict[Hashable, list[_Captured]] = OrderedDict()
         self._hooks: dict[torch.nn.Parameter, Any] = {}
 
@@ -83,9 +88,10 @@ class GraphedMicrobatches:
         """Run one microbatch.
 
         Raises :class:`UBAlignmentError` for a T that is no bucket, :class:`UBStateError` where more
-        microbatches of this shape are in flight than ``in_flight``, and :class:`UBUnsupportedError` inside a
-        quantised autocast.
+        microbatches of this shape are in flight than ``in_flight``, after the communicators were destroyed, and for
+        another policy while one is in flight, and :class:`UBUnsupportedError` inside a quantised autocast.
         """
+        _check_alive(self._manager)
         self._check_bucket(_tokens(batch))
         _refuse_quantised()
         if not torch.is_grad_enabled() or not self.module.training:
@@ -93,10 +99,13 @@ class GraphedMicrobatches:
                 return self.module(*tensors, **arguments)
         moving = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         fixed = {name: value for name, value in arguments.items() if name not in moving}
+        if self._manager.policy is not self._policy:
+            self.clear()
+            self._policy = self._manager.policy
         captured = self._free(batch, tensors, moving, fixed)
         output = captured.callable(*tensors, **moving)
         self.replays += 1
-        _hold_until_backward(captured, output)
+        _hold_until_backward(captured, output, self._manager)
         return output
 
     def clear(self) -> None:
@@ -220,9 +229,18 @@ class _Lease:
         self.end()
 
 
-def _hold_until_backward(captured: _Captured, output: Any) -> None:
+def _check_alive(manager: _Shapes) -> None:
+    """A graph has the addresses of the buffers in it, and would write there whatever is there by now."""
+    if manager.destroyed:
+        raise UBStateError(
+            "the communicators are destroyed; call initialize_ub first, and make GraphedMicrobatches anew"
+        )
+
+
+def _hold_until_backward(captured: _Captured, output: Any, manager: _Shapes) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: _check_alive(manager))
             tensor.grad_fn.register_hook(_Lease(captured).end)  # all outputs come from the one node
             return
 
