@@ -150,6 +150,17 @@ def test_a_frozen_weight_with_bulk_wgrad_is_refused(kind: str, monkeypatch: pyte
         module(operand(module, CAPACITY)).sum().backward()
 
 
+def test_a_frozen_weight_is_refused_where_dgrad_serves_the_norm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_world(monkeypatch) as world:
+        module = layer("layernorm", "qkv", ub_overlap_ag=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+        module.weight.requires_grad_(False)
+        with pytest.raises(UBUnsupportedError, match="frozen weight and ub_bulk_wgrad"):
+            module(operand(module, CAPACITY).detach())  # frozen embeddings: only the norm's weight is trained
+        assert world.calls == []
+        module.requires_grad_(False)
+        module(operand(module, CAPACITY).detach())  # nothing asks for dgrad
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [("qkv", {"ub_bulk_dgrad": True}), ("qkv", {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True}),

@@ -114,13 +114,18 @@ def _refuse_modules(
 def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]) -> None:
     # LayerNormMLP has none, and looks after its frozen weights itself. Asking a module for what it lacks takes long.
     name = vars(module).get("ub_name")
-    if module.ub_bulk_wgrad and name is not None and inp.requires_grad and _is_frozen(module):
+    if module.ub_bulk_wgrad and name is not None and _needs_dgrad(module, inp) and _is_frozen(module):
         raise UBUnsupportedError(
             f"{type(module).__name__} {name!r} has a frozen weight and ub_bulk_wgrad: TE would return "
             "dgrad without its reduce-scatter. Build the layer with ub_bulk_wgrad=False, ub_bulk_dgrad=False"
         )
     if module.ub_overlap_rs_dgrad and not module.ub_bulk_wgrad:
         _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring)
+
+
+def _needs_dgrad(module: Any, inp: torch.Tensor) -> bool:
+    norm = (vars(module)["_parameters"].get(name) for name in ("layer_norm_weight", "layer_norm_bias"))
+    return inp.requires_grad or any(parameter is not None and parameter.requires_grad for parameter in norm)
 
 
 def _check_gather(module: Any) -> None:
