@@ -137,6 +137,7 @@ def test_communicators_of_te_before_2_17(compiled: bool, monkeypatch: pytest.Mon
         ({"tp_size": 3}, UBShapeError, "does not divide the world of 2"),
         ({"capacity": (256, 72)}, UBShapeError, r"8 \* num_splits"),
         ({"ub_cfgs": {"fc1_dgrad": {"method": "pipeline"}}}, UBUnsupportedError, "fc1_dgrad.*silently wrong.*ring_e"),
+        ({"ub_cfgs": {"qkv_wgrad": {"num_sm": 33}}}, UBShapeError, "qkv_wgrad: num_sm = 33, .* at most 32; .* 32$"),
         (
             {"quantization_modes": [NONE, FP8], "ub_cfgs": {"qkv_dgrad": {"method": "ring_exchange"}}},
             UBUnsupportedError,
