@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.utils as utils
 from cpu_te import CAPACITY, HIDDEN, layer, operand, te_world
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from ub_dynamic.errors import UBShapeError, UBUnsupportedError
 
@@ -204,6 +209,32 @@ def test_a_pipelined_dgrad_is_refused(kind: str, name: str, method: str, monkeyp
         assert world.calls == []
         with torch.no_grad():
             module(operand(module, CAPACITY))
+
+
+@pytest.mark.parametrize(("override", "refused"), [(None, True), ("high_precision", False)])
+@pytest.mark.parametrize(
+    ("kind", "name", "flags"),
+    [("layernorm", "qkv", {"ub_bulk_wgrad": True}), ("linear", "proj", {"ub_overlap_ag": True}),
+     ("linear", "fc1", {"ub_overlap_rs_dgrad": True})],
+)  # fmt: skip
+def test_a_recipe_whose_backward_overlaps_nothing(
+    kind: str, name: str, flags: dict[str, bool], override: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (te.Linear, te.LayerNormLinear):  # FP8 needs a device
+        monkeypatch.setattr(module, "forward", lambda self, inp, *args, **kwargs: inp)
+    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (10, 0))
+    with te_world(monkeypatch, modes=("fp8",)):
+        built = layer(kind, name, **flags)
+        x = operand(built, CAPACITY)
+        if kind == "layernorm":
+            built.weight.requires_grad_(False)
+        elif name == "proj":
+            x = x.detach()
+        monkeypatch.setattr(FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
+        recipe = SimpleNamespace(backward_override=override)
+        monkeypatch.setattr(FP8GlobalStateManager, "get_fp8_recipe", lambda: recipe)
+        with pytest.raises(UBUnsupportedError) if refused else contextlib.nullcontext():
+            built(x)
 
 
 def test_delayed_wgrad_on_a_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
