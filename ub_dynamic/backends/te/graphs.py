@@ -42,9 +42,9 @@ class GraphedMicrobatches:
 
     ``batch`` is T or a :class:`~ub_dynamic.PackedBatch`; graphs are kept by its ``shape_key()`` (or T), the
     shapes of the tensors and the values of the other arguments. The first call with a new key captures (a
-    second or so, on every rank of the TP group together, inside ``manager.microbatch(batch)``); later ones
-    replay, forward and backward, bitwise equal to the module itself. Without gradients, or with the module in
-    evaluation, it is run as it is.
+    second or so, on every rank of the TP group together); later ones replay, forward and backward, bitwise equal
+    to the module itself. Every call runs inside ``manager.microbatch(batch)``, where ranks compare T. Without
+    gradients, or with the module in evaluation, it is run as it is.
 
     ``bucket``: T has to be a multiple of it, or the capacity, so that a few graphs serve all batches
     (:meth:`round_up`, ``PackedBatch.from_lengths(bucket=)``). ``max_graphs``: so many shapes are kept, the
@@ -102,8 +102,9 @@ class GraphedMicrobatches:
         if self._manager.policy is not self._policy:
             self.clear()
             self._policy = self._manager.policy
-        captured = self._free(batch, tensors, moving, fixed)
-        output = captured.callable(*tensors, **moving)
+        with self._manager.microbatch(batch):  # a replay needs no shape, but ranks that differ in T must hear of it
+            captured = self._free(batch, tensors, moving, fixed)
+            output = captured.callable(*tensors, **moving)
         self.replays += 1
         _hold_until_backward(captured, output, self._manager)
         return output
@@ -173,13 +174,12 @@ class GraphedMicrobatches:
             raise UBStateError("a CUDA graph is being captured: capture the shapes of GraphedMicrobatches before")
         if "clone_param_grads_on_return" not in inspect.signature(te.make_graphed_callables).parameters:
             self._copy_parameter_gradients()
-        with self._manager.microbatch(batch):
-            graphed = ends_when_it_fails(te.make_graphed_callables)(
-                _WithArguments(self.module, fixed),
-                tuple(_sample(tensor) for tensor in tensors),
-                num_warmup_iters=self.warmup,
-                sample_kwargs={name: _sample(tensor) for name, tensor in moving.items()},
-            )
+        graphed = ends_when_it_fails(te.make_graphed_callables)(
+            _WithArguments(self.module, fixed),
+            tuple(_sample(tensor) for tensor in tensors),
+            num_warmup_iters=self.warmup,
+            sample_kwargs={name: _sample(tensor) for name, tensor in moving.items()},
+        )
         self.captures += 1
         logger.info("captured T = %d, %d shapes now", _tokens(batch), len(self._graphs))
         return _Captured(graphed)
