@@ -310,6 +310,12 @@ class TestPolicy:
             ub.UBShapeError,
             "fc2_fprop: unknown setting 'splits'; known are m",
         ),
+        (
+            {"ub_cfgs": {"fc1_dgrad": {"num_sm": "16"}}},
+            ub.UBShapeError,
+            "fc1_dgrad: num_sm = '16': it is a positive int",
+        ),
+        ({"ub_cfgs": {"fc2_fprop": {"num_splits": None}}}, ub.UBShapeError, "fc2_fprop: num_splits = None: it is a"),
         ({"shape": [126, 64]}, ub.UBAlignmentError, r"T = 126 .*; the next valid capacity is \[128, 64\]"),
     ],
 )

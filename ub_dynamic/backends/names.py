@@ -67,6 +67,7 @@ CFG_KEYS = (
     "gemm_priority",
     "pipeline_rs_overlap_first_gemm",
 )
+_COUNTS = ("num_sm", "cga_size", "num_splits")
 
 
 def check_cfgs(ub_cfgs: Any) -> None:
@@ -84,6 +85,9 @@ def check_cfgs(ub_cfgs: Any) -> None:
             raise UBShapeError(f"ub_cfgs[{name!r}] = {cfg!r}: it maps settings to values, or is None")
         if unknown := [key for key in cfg if key not in CFG_KEYS]:
             raise UBShapeError(f"{name}: unknown setting {unknown[0]!r}; known are {', '.join(CFG_KEYS)}")
+        for key in _COUNTS:
+            if key in cfg and (isinstance(cfg[key], bool) or not hasattr(cfg[key], "__index__")):
+                raise UBShapeError(f"{name}: {key} = {cfg[key]!r}: it is a positive int; leave it out for TE's default")
 
 
 def resolve_specs(
