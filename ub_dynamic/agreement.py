@@ -132,7 +132,11 @@ def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, A
     every = list(ub_cfgs) if listed else [ub_cfgs]
     for cfgs in every:
         check_cfgs(cfgs)
-    return resolve_specs(capacity, tp_size, options["dtype"], every[0] if every else None) if tp_size > 1 else ()
+    if tp_size == 1:
+        return ()
+    modes = options.get("quantization_modes")
+    quantised = getattr(next(iter(modes)), "value", None) == "fp8" if modes else bool(options.get("use_fp8"))
+    return resolve_specs(capacity, tp_size, options["dtype"], every[0] if every else None, quantised=quantised)
 
 
 def _resolve_policy(

@@ -70,12 +70,14 @@ def create_te_backend(
     modes = _modes(base, quantization_modes, use_fp8)
     cfgs = _cfgs(ub_cfgs, len(modes))
     for mode, cfg in zip(modes, cfgs, strict=True):
-        specs = resolve_specs(capacity, tp_size, dtype, cfg)  # raises for what TE or its kernels would not take
+        quantised = mode != base.UserBufferQuantizationMode.NONE
+        # raises for what TE or its kernels would not take
+        specs = resolve_specs(capacity, tp_size, dtype, cfg, quantised=quantised)
         if not with_cublasmp:
             for spec in specs:
                 if spec.method in ("bulk", "pipeline"):  # a ring copies by copy engines
                     check_sms(spec.name, spec.num_sm)
-            hazards.refuse_pipelined_dgrad(mode != base.UserBufferQuantizationMode.NONE, cfg)
+            hazards.refuse_pipelined_dgrad(quantised, cfg)
     arrangement = None
     if alternatives:
         _check_choosing(modes, base, with_cublasmp)
