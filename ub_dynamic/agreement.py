@@ -41,6 +41,26 @@ def check_group_arguments(tp_size: Any, tp_group: Any) -> None:
         )
 
 
+def check_ranks_in_a_row(tp_size: int, tp_group: Any) -> None:
+    """Raise unless ``tp_group`` is the group that TE makes of this rank: its ``initialize_ub`` takes none.
+
+    Layers that were given another one would gather and scatter in the wrong group where they overlap.
+    """
+    if isinstance(tp_group, torch.distributed.ProcessGroup):
+        rank, members = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(tp_group)
+    else:
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.Get_rank()
+        members = tp_group.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group())
+    first = rank // tp_size * tp_size
+    if list(members) != list(range(first, first + tp_size)):
+        raise UBUnsupportedError(
+            f"tp_group has the ranks {list(members)}, but TE's UserBuffers take contiguous ranks as TP group, here "
+            f"{list(range(first, first + tp_size))}: number the ranks so, or use the host backend"
+        )
+
+
 def check_defaults(check: Any, auto: bool, policy: Any) -> None:
     """Raise for what no ``initialize_ub`` over TE takes, whatever its shape."""
     check_arguments(check, None)
@@ -112,7 +132,11 @@ def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, A
     every = list(ub_cfgs) if listed else [ub_cfgs]
     for cfgs in every:
         check_cfgs(cfgs)
-    return resolve_specs(capacity, tp_size, options["dtype"], every[0] if every else None) if tp_size > 1 else ()
+    if tp_size == 1:
+        return ()
+    modes = options.get("quantization_modes")
+    quantised = getattr(next(iter(modes)), "value", None) == "fp8" if modes else bool(options.get("use_fp8"))
+    return resolve_specs(capacity, tp_size, options["dtype"], every[0] if every else None, quantised=quantised)
 
 
 def _resolve_policy(

@@ -88,6 +88,11 @@ class Manager:
         """Which overlap each GEMM uses at which T; None: as configured."""
         return self._stages.policy
 
+    @property
+    def destroyed(self) -> bool:
+        """Whether :meth:`destroy` was called: there are no communicators any more."""
+        return self._destroyed
+
     def buffer_active_shape(self, name: str) -> Shape:
         """The active shape ``(T, H)`` of one communicator; one that does not follow stays at capacity."""
         if name in self._skipped:

@@ -15,7 +15,7 @@ import transformer_engine_torch as tex
 from stock_te import NONE, Stock, TwinGroup, use
 
 import ub_dynamic as ubd
-from ub_dynamic import UBStateError, UBUnsupportedError, api
+from ub_dynamic import UBRankMismatchError, UBStateError, UBUnsupportedError, api
 from ub_dynamic.backends.te import install
 from ub_dynamic.groups import SoloGroup
 
@@ -253,6 +253,42 @@ class TestWrappersOfOthers:
             base.initialize_ub(CAPACITY)
         with pytest.raises(TypeError, match="no_such"):
             base.initialize_ub(CAPACITY, 2, no_such=1)
+
+
+@pytest.mark.parametrize(("members", "right"), [([0, 1], True), ([0, 2], False), ([1, 0], False)])
+def test_a_tp_group_of_other_ranks_than_tes_is_refused(
+    members: list[int], right: bool, stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: members)
+    group = dist.ProcessGroup(0, 2)
+    if right:
+        initialize(tp_group=group)
+        return
+    with pytest.raises(UBUnsupportedError, match=rf"tp_group has the ranks \[{members[0]}, {members[1]}\].*\[0, 1\]"):
+        initialize(tp_group=group)
+    assert not ubd.is_ub_initialized()
+    assert stock.given == {}
+
+
+@pytest.mark.parametrize(("name", "value"), [("use_fp8", True), ("with_cublasmp", True), ("bootstrap_backend", "nccl")])
+def test_ranks_with_other_arguments_of_tes_learn_it_before_anything_is_made(
+    name: str, value: Any, stock: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def allgather(self: TwinGroup, mine: Any, what: str) -> list[Any]:
+        if what != "comparing the arguments of initialize_ub":
+            return [mine, mine]
+        told.append(mine[0])
+        return [mine, (told[0], *mine[1:])]  # the other rank gave what this one gives the first time
+
+    monkeypatch.setattr(TwinGroup, "allgather", allgather)
+    ubd.initialize_ub(CAPACITY, 2, backend="te", check="never")
+    ubd.destroy_ub()
+    stock.given = {}
+    with pytest.raises(UBRankMismatchError, match=rf"rank 0: .*{name} = {value!r}"):
+        ubd.initialize_ub(CAPACITY, 2, backend="te", check="never", **{name: value})
+    assert stock.given == {}
 
 
 class TestInstallAgain:

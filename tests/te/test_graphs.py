@@ -28,12 +28,18 @@ class Manager:
 
     def __init__(self) -> None:
         self.active = CAPACITY
+        self.compared: list[int] = []
+        self.destroyed = False
+        self.policy: Any = None
 
     @contextlib.contextmanager
     def microbatch(self, batch: Any) -> Iterator[None]:
         before, self.active = self.active, getattr(batch, "local_tokens", batch)
-        yield
-        self.active = before
+        self.compared.append(self.active)
+        try:
+            yield
+        finally:
+            self.active = before
 
     def max_tokens(self) -> int:
         return CAPACITY
@@ -191,6 +197,39 @@ def test_parameters_that_are_frozen_or_not_have_graphs_of_their_own(captures: li
         graphed(8, rows(8)).sum().backward()
     assert len(captures) == graphed.captures == 2
     assert all(parameter._backward_hooks for parameter in module.parameters())
+
+
+def test_ranks_compare_the_t_of_a_replay(captures: list[Capture], manager: Manager) -> None:
+    graphed = GraphedMicrobatches(torch.nn.Linear(4, 4), manager)
+    for tokens in (8, 16, 8):
+        manager.compared.clear()
+        graphed(tokens, rows(tokens)).sum().backward()
+        assert manager.compared == [tokens]
+    assert len(captures) == 2
+
+
+def test_another_policy_ends_the_graphs_of_the_first(captures: list[Capture], manager: Manager) -> None:
+    graphed = GraphedMicrobatches(torch.nn.Linear(4, 4), manager)
+    output = graphed(8, rows(8))
+    manager.policy = object()
+    with pytest.raises(UBStateError, match="between its forward and its backward"):
+        graphed(8, rows(8))
+    output.sum().backward()
+    for _ in range(2):
+        graphed(8, rows(8)).sum().backward()
+    assert [made.freed for made in captures] == [True, False]
+
+
+def test_destroyed_communicators_are_never_replayed_into(captures: list[Capture], manager: Manager) -> None:
+    graphed = GraphedMicrobatches(torch.nn.Linear(4, 4), manager)
+    graphed(8, rows(8)).sum().backward()
+    output = graphed(8, rows(8))
+    manager.destroyed = True
+    with pytest.raises(UBStateError, match="the communicators are destroyed; call initialize_ub first"):
+        output.sum().backward()
+    with pytest.raises(UBStateError, match="the communicators are destroyed"):
+        graphed(16, rows(16))
+    assert len(captures) == 1
 
 
 class TestBuckets:

@@ -21,7 +21,7 @@ import transformer_engine_torch as tex
 from stock_te import FP8, NONE, Group, Stock, TwinGroup, create, use
 
 from ub_dynamic.backends.te import build, initialize, install
-from ub_dynamic.errors import UBShapeError, UBStateError, UBUnsupportedError
+from ub_dynamic.errors import UBAlignmentError, UBShapeError, UBStateError, UBUnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,9 @@ def test_communicators_of_te_before_2_17(compiled: bool, monkeypatch: pytest.Mon
     backend.destroy()
 
 
+ONE_BLOCK = {"num_splits": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "text"),
     [
@@ -137,6 +140,12 @@ def test_communicators_of_te_before_2_17(compiled: bool, monkeypatch: pytest.Mon
         ({"tp_size": 3}, UBShapeError, "does not divide the world of 2"),
         ({"capacity": (256, 72)}, UBShapeError, r"8 \* num_splits"),
         ({"ub_cfgs": {"fc1_dgrad": {"method": "pipeline"}}}, UBUnsupportedError, "fc1_dgrad.*silently wrong.*ring_e"),
+        (
+            {"use_fp8": True, "capacity": (34, 8), "ub_cfgs": {f"{name}_fprop": ONE_BLOCK for name in ("proj", "fc2")}},
+            UBAlignmentError,
+            r"capacity \[34, 8\]: qkv_dgrad .* multiple of 16 .*; the next valid capacity is \[36, 8\]",
+        ),
+        ({"ub_cfgs": {"qkv_wgrad": {"num_sm": 33}}}, UBShapeError, "qkv_wgrad: num_sm = 33, .* at most 32; .* 32$"),
         (
             {"quantization_modes": [NONE, FP8], "ub_cfgs": {"qkv_dgrad": {"method": "ring_exchange"}}},
             UBUnsupportedError,

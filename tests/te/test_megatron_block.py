@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -189,8 +190,27 @@ def test_a_t_that_cannot_be_is_refused_before_anything_runs(place: Place) -> Non
 
 def test_a_block_without_overlap_is_left_alone(place: Place) -> None:
     megatron.install()
-    place.block.config.tp_comm_overlap = False
-    with pytest.raises(UBShapeError, match="the active shape is 256"):  # TE's modules overlap; T was not set for them
+    place.config.tp_comm_overlap = False
+    without = Place(place.world, place.config, place.flags)
+    without.forward(64)
+    assert not place.world.overlaps()
+    assert place.world.manager.active == (CAPACITY, HIDDEN)
+
+
+def test_a_block_that_overlaps_though_its_configuration_says_no_longer(place: Place) -> None:
+    megatron.install()
+    names = {"tp_comm_buffer_name": "q_down_proj", "parallel_mode": "duplicated", "bias": False}
+    skipped = {"skip_bias_add": False, "skip_weight_param_allocation": False}
+    with pytest.warns(UserWarning, match="q_down_proj is not supported"):
+        TELinear(HIDDEN, HIDDEN, config=place.config, init_method=place.config.init_method, **names, **skipped)
+    assert not place.config.tp_comm_overlap  # Megatron switched it off for all that is built from now on
+    _, output = place.forward(64)
+    place.forward(128)
+    before = len(place.world.calls)
+    output.sum().backward()
+    assert {call.active for call in place.world.calls[before:] if call.name is not None} == {64}
+    place.config.delay_wgrad_compute = True
+    with pytest.raises(UBUnsupportedError, match="delay_wgrad_compute = True"):
         place.forward(64)
 
 

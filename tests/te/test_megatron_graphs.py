@@ -168,7 +168,6 @@ def test_evaluation_runs_without_graphs(place: Place, captures: list[Capture]) -
         ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion = True"),
         ("fp8", "hybrid", "graphs a shape are for BF16"),
         ("cuda_graph_impl", "local", "one graph a T"),
-        ("tp_comm_overlap", False, "Megatron's own CUDA graphs"),
     ],
 )
 def test_what_a_graph_would_get_wrong(
@@ -182,6 +181,13 @@ def test_what_a_graph_would_get_wrong(
     setattr(place.config, setting, value)
     with pytest.raises(UBUnsupportedError, match=reason):
         megatron.graph_decoder(place.block)
+
+
+def test_a_decoder_without_overlap(place: Place, captures: list[Capture]) -> None:  # noqa: F811
+    megatron.install()
+    place.config.tp_comm_overlap = False
+    with pytest.raises(UBUnsupportedError, match="Megatron's own CUDA graphs"):
+        megatron.graph_decoder(Place(place.world, place.config, place.flags).block)
 
 
 def test_megatrons_random_states_are_refused(place: Place) -> None:  # noqa: F811

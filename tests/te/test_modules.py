@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.utils as utils
 from cpu_te import CAPACITY, HIDDEN, layer, operand, te_world
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from ub_dynamic.errors import UBShapeError, UBUnsupportedError
 
@@ -150,6 +155,17 @@ def test_a_frozen_weight_with_bulk_wgrad_is_refused(kind: str, monkeypatch: pyte
         module(operand(module, CAPACITY)).sum().backward()
 
 
+def test_a_frozen_weight_is_refused_where_dgrad_serves_the_norm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_world(monkeypatch) as world:
+        module = layer("layernorm", "qkv", ub_overlap_ag=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+        module.weight.requires_grad_(False)
+        with pytest.raises(UBUnsupportedError, match="frozen weight and ub_bulk_wgrad"):
+            module(operand(module, CAPACITY).detach())  # frozen embeddings: only the norm's weight is trained
+        assert world.calls == []
+        module.requires_grad_(False)
+        module(operand(module, CAPACITY).detach())  # nothing asks for dgrad
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [("qkv", {"ub_bulk_dgrad": True}), ("qkv", {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True}),
@@ -193,6 +209,32 @@ def test_a_pipelined_dgrad_is_refused(kind: str, name: str, method: str, monkeyp
         assert world.calls == []
         with torch.no_grad():
             module(operand(module, CAPACITY))
+
+
+@pytest.mark.parametrize(("override", "refused"), [(None, True), ("high_precision", False)])
+@pytest.mark.parametrize(
+    ("kind", "name", "flags"),
+    [("layernorm", "qkv", {"ub_bulk_wgrad": True}), ("linear", "proj", {"ub_overlap_ag": True}),
+     ("linear", "fc1", {"ub_overlap_rs_dgrad": True})],
+)  # fmt: skip
+def test_a_recipe_whose_backward_overlaps_nothing(
+    kind: str, name: str, flags: dict[str, bool], override: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (te.Linear, te.LayerNormLinear):  # FP8 needs a device
+        monkeypatch.setattr(module, "forward", lambda self, inp, *args, **kwargs: inp)
+    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (10, 0))
+    with te_world(monkeypatch, modes=("fp8",)):
+        built = layer(kind, name, **flags)
+        x = operand(built, CAPACITY)
+        if kind == "layernorm":
+            built.weight.requires_grad_(False)
+        elif name == "proj":
+            x = x.detach()
+        monkeypatch.setattr(FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
+        recipe = SimpleNamespace(backward_override=override)
+        monkeypatch.setattr(FP8GlobalStateManager, "get_fp8_recipe", lambda: recipe)
+        with pytest.raises(UBUnsupportedError) if refused else contextlib.nullcontext():
+            built(x)
 
 
 def test_delayed_wgrad_on_a_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

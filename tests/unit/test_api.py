@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,6 +311,12 @@ class TestPolicy:
             ub.UBShapeError,
             "fc2_fprop: unknown setting 'splits'; known are m",
         ),
+        (
+            {"ub_cfgs": {"fc1_dgrad": {"num_sm": "16"}}},
+            ub.UBShapeError,
+            "fc1_dgrad: num_sm = '16': it is a positive int",
+        ),
+        ({"ub_cfgs": {"fc2_fprop": {"num_splits": None}}}, ub.UBShapeError, "fc2_fprop: num_splits = None: it is a"),
         ({"shape": [126, 64]}, ub.UBAlignmentError, r"T = 126 .*; the next valid capacity is \[128, 64\]"),
     ],
 )
@@ -328,3 +335,13 @@ def test_the_timeout_bounds_the_waits_of_the_board_too(backend: FakeBackend, mon
     monkeypatch.setattr(api, "RankBoard", board)
     with pytest.raises(ZeroDivisionError, match=r"^3\.5$"):
         ub.initialize_ub([128, 64], 4, backend="host", timeout=3.5)
+
+
+def test_an_fp8_mode_is_bounded_by_its_own_buffers() -> None:
+    """At this size a ring all-gather of BF16 passes 32-bit offsets, one of FP8 does not."""
+    options = {"dtype": torch.bfloat16, "ub_cfgs": None, "check": "never", "timeout": None, "auto": False}
+    shape = [100_000, 16_384]
+    with pytest.raises(ub.UBCapacityError, match="qkv_fprop .* int offset overflow"):
+        agree(FakeGroup(), shape, 8, True, options, None)
+    for mode in ({"use_fp8": True}, {"quantization_modes": [SimpleNamespace(value="fp8")]}):
+        assert agree(FakeGroup(), shape, 8, True, {**options, **mode}, None) == (tuple(shape), None)

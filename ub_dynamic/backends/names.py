@@ -67,6 +67,7 @@ CFG_KEYS = (
     "gemm_priority",
     "pipeline_rs_overlap_first_gemm",
 )
+_COUNTS = ("num_sm", "cga_size", "num_splits")
 
 
 def check_cfgs(ub_cfgs: Any) -> None:
@@ -84,16 +85,25 @@ def check_cfgs(ub_cfgs: Any) -> None:
             raise UBShapeError(f"ub_cfgs[{name!r}] = {cfg!r}: it maps settings to values, or is None")
         if unknown := [key for key in cfg if key not in CFG_KEYS]:
             raise UBShapeError(f"{name}: unknown setting {unknown[0]!r}; known are {', '.join(CFG_KEYS)}")
+        for key in _COUNTS:
+            if key in cfg and (isinstance(cfg[key], bool) or not hasattr(cfg[key], "__index__")):
+                raise UBShapeError(f"{name}: {key} = {cfg[key]!r}: it is a positive int; leave it out for TE's default")
 
 
 def resolve_specs(
-    shape: Shape, tp: int, dtype: torch.dtype, ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None
+    shape: Shape,
+    tp: int,
+    dtype: torch.dtype,
+    ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    quantised: bool = False,
 ) -> tuple[CommSpec, ...]:
     """The communicators that ``initialize_ub(shape, tp, dtype=dtype, ub_cfgs=ub_cfgs)`` makes, in TE's order.
 
     ``shape`` is the capacity ``[T_cap, H]``. ``ub_cfgs`` maps a layer name to TE's settings ``method``,
     ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (the other :data:`CFG_KEYS` are TE's alone and ignored
-    here); a name that maps to None, as Megatron's presets have it, keeps its default. Raises :class:`UBShapeError`
+    here); a name that maps to None, as Megatron's presets have it, keeps its default. ``quantised``: of TE's mode FP8,
+    whose all-gathers have one byte an element. Raises :class:`UBShapeError`
     for unknown names, settings and methods, and what :mod:`ub_dynamic.rules` refuses, at T = capacity too.
     """
     check_cfgs(ub_cfgs)
@@ -112,6 +122,8 @@ def resolve_specs(
     for name in LAYERS:
         if name not in absent:
             spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))
+            if quantised and spec.collective == "ag":
+                spec = replace(spec, dtype=torch.uint8)
             check_spec(spec)
             specs.append(spec)
     check_capacity(specs)

@@ -158,10 +158,15 @@ def check(gemm: str, config: OverlapConfig, specs: Mapping[str, CommSpec]) -> No
     """Raise for what TE or its kernels would not do: :class:`UBUnsupportedError` or :class:`UBShapeError`."""
     overlap_specs(specs, gemm, config)
     refuse_pipelined_dgrad(False, {gemm: {"method": config.method}})
-    if config.num_sm is not None and config.num_sm > MAX_SMS:
+    if config.num_sm is not None:
+        check_sms(gemm, config.num_sm)
+
+
+def check_sms(name: str, num_sm: int) -> None:
+    """Raise :class:`UBShapeError` for more blocks than TE's kernels wait for; its ``initialize_ub`` takes any."""
+    if num_sm > MAX_SMS:
         raise UBShapeError(
-            f"{gemm}: num_sm = {config.num_sm}, but TE's kernels take at most {MAX_SMS}; the next valid value "
-            f"is {MAX_SMS}"
+            f"{name}: num_sm = {num_sm}, but TE's kernels take at most {MAX_SMS}; the next valid value is {MAX_SMS}"
         )
 
 

@@ -27,6 +27,10 @@ logger = logging.getLogger("ub_dynamic")
 class _Shapes(Protocol):
     """What is needed of :class:`ub_dynamic.Manager`, which ``initialize_ub`` returns."""
 
+    @property
+    def destroyed(self) -> bool: ...
+    @property
+    def policy(self) -> Any: ...
     def microbatch(self, batch: Any) -> AbstractContextManager[Any]: ...
     def round_up_tokens(self, tokens: int) -> int: ...
     def max_tokens(self) -> int: ...
@@ -38,15 +42,15 @@ class GraphedMicrobatches:
 
     ``batch`` is T or a :class:`~ub_dynamic.PackedBatch`; graphs are kept by its ``shape_key()`` (or T), the
     shapes of the tensors and the values of the other arguments. The first call with a new key captures (a
-    second or so, on every rank of the TP group together, inside ``manager.microbatch(batch)``); later ones
-    replay, forward and backward, bitwise equal to the module itself. Without gradients, or with the module in
-    evaluation, it is run as it is.
+    second or so, on every rank of the TP group together); later ones replay, forward and backward, bitwise equal
+    to the module itself. Every call runs inside ``manager.microbatch(batch)``, where ranks compare T. Without
+    gradients, or with the module in evaluation, it is run as it is.
 
     ``bucket``: T has to be a multiple of it, or the capacity, so that a few graphs serve all batches
     (:meth:`round_up`, ``PackedBatch.from_lengths(bucket=)``). ``max_graphs``: so many shapes are kept, the
     one that was not used for longest goes first. ``in_flight``: so many microbatches of one shape may be
     between their forward and the end of their backward (the pipeline depth); each costs the activations of
-    one microbatch.
+    one microbatch. A graph overlaps as the policy chose when it was captured, so another policy ends all graphs.
 
     Tensors are copied into the graph; outputs and the gradients of inputs live until the same graph is
     replayed. Parameters must keep their addresses. BF16 only: quantised modules are refused.
@@ -70,6 +74,7 @@ class GraphedMicrobatches:
         self.captures = 0
         self.replays = 0
         self._manager = manager
+        self._policy = manager.policy
         self._graphs: OrderedDict[Hashable, list[_Captured]] = OrderedDict()
         self._hooks: dict[torch.nn.Parameter, Any] = {}
 
@@ -83,9 +88,10 @@ class GraphedMicrobatches:
         """Run one microbatch.
 
         Raises :class:`UBAlignmentError` for a T that is no bucket, :class:`UBStateError` where more
-        microbatches of this shape are in flight than ``in_flight``, and :class:`UBUnsupportedError` inside a
-        quantised autocast.
+        microbatches of this shape are in flight than ``in_flight``, after the communicators were destroyed, and for
+        another policy while one is in flight, and :class:`UBUnsupportedError` inside a quantised autocast.
         """
+        _check_alive(self._manager)
         self._check_bucket(_tokens(batch))
         _refuse_quantised()
         if not torch.is_grad_enabled() or not self.module.training:
@@ -93,10 +99,14 @@ class GraphedMicrobatches:
                 return self.module(*tensors, **arguments)
         moving = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         fixed = {name: value for name, value in arguments.items() if name not in moving}
-        captured = self._free(batch, tensors, moving, fixed)
-        output = captured.callable(*tensors, **moving)
+        if self._manager.policy is not self._policy:
+            self.clear()
+            self._policy = self._manager.policy
+        with self._manager.microbatch(batch):  # a replay needs no shape, but ranks that differ in T must hear of it
+            captured = self._free(batch, tensors, moving, fixed)
+            output = captured.callable(*tensors, **moving)
         self.replays += 1
-        _hold_until_backward(captured, output)
+        _hold_until_backward(captured, output, self._manager)
         return output
 
     def check_idle(self) -> None:
@@ -168,13 +178,12 @@ class GraphedMicrobatches:
             raise UBStateError("a CUDA graph is being captured: capture the shapes of GraphedMicrobatches before")
         if "clone_param_grads_on_return" not in inspect.signature(te.make_graphed_callables).parameters:
             self._copy_parameter_gradients()
-        with self._manager.microbatch(batch):
-            graphed = ends_when_it_fails(te.make_graphed_callables)(
-                _WithArguments(self.module, fixed),
-                tuple(_sample(tensor) for tensor in tensors),
-                num_warmup_iters=self.warmup,
-                sample_kwargs={name: _sample(tensor) for name, tensor in moving.items()},
-            )
+        graphed = ends_when_it_fails(te.make_graphed_callables)(
+            _WithArguments(self.module, fixed),
+            tuple(_sample(tensor) for tensor in tensors),
+            num_warmup_iters=self.warmup,
+            sample_kwargs={name: _sample(tensor) for name, tensor in moving.items()},
+        )
         self.captures += 1
         logger.info("captured T = %d, %d shapes now", _tokens(batch), len(self._graphs))
         return _Captured(graphed)
@@ -224,9 +233,18 @@ class _Lease:
         self.end()
 
 
-def _hold_until_backward(captured: _Captured, output: Any) -> None:
+def _check_alive(manager: _Shapes) -> None:
+    """A graph has the addresses of the buffers in it, and would write there whatever is there by now."""
+    if manager.destroyed:
+        raise UBStateError(
+            "the communicators are destroyed; call initialize_ub first, and make GraphedMicrobatches anew"
+        )
+
+
+def _hold_until_backward(captured: _Captured, output: Any, manager: _Shapes) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: _check_alive(manager))
             tensor.grad_fn.register_hook(_Lease(captured).end)  # all outputs come from the one node
             return
 

@@ -114,7 +114,8 @@ def _refuse_modules(
 def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]) -> None:
     # LayerNormMLP has none, and looks after its frozen weights itself. Asking a module for what it lacks takes long.
     name = vars(module).get("ub_name")
-    if module.ub_bulk_wgrad and name is not None and inp.requires_grad and _is_frozen(module):
+    refused = module.ub_bulk_wgrad and name is not None and _needs_dgrad(module, inp) and _is_frozen(module)
+    if refused and not _backward_is_plain():
         raise UBUnsupportedError(
             f"{type(module).__name__} {name!r} has a frozen weight and ub_bulk_wgrad: TE would return "
             "dgrad without its reduce-scatter. Build the layer with ub_bulk_wgrad=False, ub_bulk_dgrad=False"
@@ -123,8 +124,22 @@ def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]
         _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring)
 
 
+def _backward_is_plain() -> bool:
+    """Whether the recipe leaves the backward in high precision, where TE's layers overlap nothing (since 2.16)."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    enabled = FP8GlobalStateManager.is_fp8_enabled()
+    return enabled and getattr(FP8GlobalStateManager.get_fp8_recipe(), "backward_override", None) is not None
+
+
+def _needs_dgrad(module: Any, inp: torch.Tensor) -> bool:
+    norm = (vars(module)["_parameters"].get(name) for name in ("layer_norm_weight", "layer_norm_bias"))
+    return inp.requires_grad or any(parameter is not None and parameter.requires_grad for parameter in norm)
+
+
 def _check_gather(module: Any) -> None:
-    if (module.ub_bulk_dgrad or module.ub_overlap_ag_dgrad) and not _is_frozen(module):
+    gathers = module.ub_bulk_dgrad or module.ub_overlap_ag_dgrad
+    if gathers and not _is_frozen(module) and not _backward_is_plain():
         raise UBUnsupportedError(
             f"Linear {module.ub_name!r} has an input that needs no gradient: TE gathers in the dgrad GEMM, which it "
             "leaves out then, and the weight gradient would be silently wrong. Call requires_grad_() on the input, or "
@@ -133,12 +148,13 @@ def _check_gather(module: Any) -> None:
 
 
 def _check_dgrad(layer: str, no_ring: Callable[[str], bool], quantised: bool | None = None) -> None:
+    of_module = quantised is None
     if quantised is None:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         quantised = FP8GlobalStateManager.is_fp8_enabled()
     name = f"{layer}/fp8" if quantised else layer
-    if no_ring(name) and not (quantised and _transposes_fp8_weights()):
+    if no_ring(name) and not (quantised and _transposes_fp8_weights()) and not (of_module and _backward_is_plain()):
         raise UBUnsupportedError(_pipelined(name))
 
 

@@ -24,7 +24,7 @@ from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
 from ..protocol import Alternatives
 from . import hazards
 from . import native as native_file
-from .alternatives import arrange, construct
+from .alternatives import arrange, check_sms, construct
 from .backend import TEBackend
 from .build import find_te
 from .communicators import Communicator, communicator_name, read_communicators
@@ -70,9 +70,14 @@ def create_te_backend(
     modes = _modes(base, quantization_modes, use_fp8)
     cfgs = _cfgs(ub_cfgs, len(modes))
     for mode, cfg in zip(modes, cfgs, strict=True):
-        resolve_specs(capacity, tp_size, dtype, cfg)  # raises for what TE or its kernels would not take
+        quantised = mode != base.UserBufferQuantizationMode.NONE
+        # raises for what TE or its kernels would not take
+        specs = resolve_specs(capacity, tp_size, dtype, cfg, quantised=quantised)
         if not with_cublasmp:
-            hazards.refuse_pipelined_dgrad(mode != base.UserBufferQuantizationMode.NONE, cfg)
+            for spec in specs:
+                if spec.method in ("bulk", "pipeline"):  # a ring copies by copy engines
+                    check_sms(spec.name, spec.num_sm)
+            hazards.refuse_pipelined_dgrad(quantised, cfg)
     arrangement = None
     if alternatives:
         _check_choosing(modes, base, with_cublasmp)

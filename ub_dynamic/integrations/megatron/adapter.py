@@ -23,7 +23,7 @@ from ...cp.pad_flag import Policy, check_policy
 from ...errors import UBStateError, UBUnsupportedError
 from ...shapes import Shape
 from . import tokens
-from .configuration import COMBINED, check_config, refuse
+from .configuration import COMBINED, check_config, check_settings, overlaps, refuse
 from .pad import PadFlags
 
 KNOWN = "0.16.1 and 0.19.2"  # the versions that this was written against
@@ -71,9 +71,9 @@ class Adapter:
         """Make T of a block's input the active one; None, and nothing done, where the block has no TP overlap or this
         adapter was taken back."""
         config = block.config
-        if self._away or self is not _adapter or not config.tp_comm_overlap or not api.is_ub_initialized():
+        if self._away or self is not _adapter or not api.is_ub_initialized() or not overlaps(block):
             return None
-        check_config(config)
+        check_settings(config)
         shape = tokens.shape_of(tokens.entering(block, hidden_states), config)
         self.pad.fill(packed_seq_params, shape[0], config)
         api.set_ub_active_shape(shape)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
+
+import torch
 
 from ...errors import UBUnsupportedError
 
@@ -26,8 +29,12 @@ def check_config(config: Any) -> None:
     ``config``: Megatron's ``TransformerConfig`` or ``ModelParallelConfig``, or its parsed arguments. Settings that
     this version of Megatron does not have are taken as off; without ``tp_comm_overlap`` nothing is refused.
     """
-    if not getattr(config, "tp_comm_overlap", False):
-        return
+    if getattr(config, "tp_comm_overlap", False):
+        check_settings(config)
+
+
+def check_settings(config: Any) -> None:
+    """The same for a configuration whose layers overlap, whatever its ``tp_comm_overlap`` says."""
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         refuse("overlap_moe_expert_parallel_comm", True, COMBINED)
     if getattr(config, "delay_wgrad_compute", False):
@@ -38,6 +45,24 @@ def check_config(config: Any) -> None:
     graphs = getattr(config, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         refuse("cuda_graph_impl", graphs, GRAPHED)
+
+
+def overlaps(block: Any) -> bool:
+    """Whether layers of ``block`` overlap.
+
+    Building a layer for whose name TE has no buffers (``q_down_proj`` of multi-latent attention), Megatron switches
+    ``tp_comm_overlap`` off in the configuration that all layers share; those that it built before overlap all the same.
+    """
+    if block.config.tp_comm_overlap:
+        return True
+    if block not in _built_to_overlap:
+        _built_to_overlap[block] = any(
+            name.startswith("ub_") and value is True for each in block.modules() for name, value in vars(each).items()
+        )
+    return _built_to_overlap[block]
+
+
+_built_to_overlap: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def refuse(name: str, value: object, reason: str) -> None:

@@ -22,7 +22,7 @@ from ...backends.te.patches import Patches
 from ...errors import UBUnsupportedError
 from . import tokens
 from .adapter import Adapter, adapter
-from .configuration import check_config
+from .configuration import check_settings, overlaps
 
 
 class GraphedDecoder:
@@ -90,7 +90,7 @@ def graph_decoder(
     if not blocks:
         raise UBUnsupportedError("no TransformerBlock of megatron-core is in this model")
     for block in blocks:
-        _check(block.config)
+        _check(block)
     return GraphedDecoder(blocks, bucket=bucket, max_graphs=max_graphs, in_flight=in_flight, warmup=warmup)
 
 
@@ -180,10 +180,11 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in model.modules() if isinstance(module, TransformerBlock))
 
 
-def _check(config: Any) -> None:
-    if not config.tp_comm_overlap:
+def _check(block: Any) -> None:
+    if not overlaps(block):
         raise UBUnsupportedError("tp_comm_overlap is off, so no graph needs a shape: use Megatron's own CUDA graphs")
-    check_config(config)
+    config = block.config
+    check_settings(config)
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
         raise UBUnsupportedError("fp8 and fp4 layers keep scales between microbatches; graphs a shape are for BF16")
     if getattr(config, "gradient_accumulation_fusion", False):
