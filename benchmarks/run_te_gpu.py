@@ -38,8 +38,8 @@ def _benchmark(name: str, tp: int, timeout_s: float, *more: str, part: str = "",
 
 def _older(tp: int) -> Part:
     name = "te_bits_older"
-    more = ("--lengths", "12", "--overlap", "default", "ring_rs", "dgrad_ring", "--name", name)
-    return _benchmark("te_bits", tp, 150, *more, part=name, result=name, older_te=True)
+    more = ("--overlap", "default", "ring_rs", "dgrad_ring", "--name", name)
+    return _benchmark("te_bits", tp, 320, *more, part=name, result=name, older_te=True, gpu=tp // 4)
 
 
 def _pytest(name: str, ranks: int, *files: str, gpu: int = 0, **env: str) -> Part:
