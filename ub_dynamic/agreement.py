@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,26 +42,6 @@ def check_group_arguments(tp_size: Any, tp_group: Any) -> None:
         )
 
 
-def check_ranks_in_a_row(tp_size: int, tp_group: Any) -> None:
-    """Raise unless ``tp_group`` is the group that TE makes of this rank: its ``initialize_ub`` takes none.
-
-    Layers that were given another one would gather and scatter in the wrong group where they overlap.
-    """
-    if isinstance(tp_group, torch.distributed.ProcessGroup):
-        rank, members = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(tp_group)
-    else:
-        from mpi4py import MPI
-
-        rank = MPI.COMM_WORLD.Get_rank()
-        members = tp_group.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group())
-    first = rank // tp_size * tp_size
-    if list(members) != list(range(first, first + tp_size)):
-        raise UBUnsupportedError(
-            f"tp_group has the ranks {list(members)}, but TE's UserBuffers take contiguous ranks as TP group, here "
-            f"{list(range(first, first + tp_size))}: number the ranks so, or use the host backend"
-        )
-
-
 def check_defaults(check: Any, auto: bool, policy: Any) -> None:
     """Raise for what no ``initialize_ub`` over TE takes, whatever its shape."""
     check_arguments(check, None)
@@ -70,15 +51,25 @@ def check_defaults(check: Any, auto: bool, policy: Any) -> None:
 
 
 def agree(
-    group: Group, shape: Any, tp_size: int, te: bool, options: Mapping[str, Any], policy: PolicyArgument
+    group: Group,
+    shape: Any,
+    tp_size: int,
+    te: bool,
+    options: Mapping[str, Any],
+    policy: PolicyArgument,
+    tp_group: Any = None,
 ) -> tuple[Shape, Policy | None]:
     """The capacity and the policy, after all ranks of the group have found the same arguments to be valid.
 
-    A rank that refuses its own arguments tells the others, which would wait for it otherwise.
+    A rank that refuses its own arguments tells the others, which would wait for it otherwise. ``tp_group``: what the
+    caller gave where ``group`` is the one that TE makes.
     """
     refusal: BaseException | None = None
     chosen: Policy | None = None
+    ranks_of_mpi = group.allgather(_rank_of_mpi(), "comparing numbers of ranks in initialize_ub") if te else []
     try:
+        if te and tp_group is not None:
+            _check_same_group(tp_group, group, ranks_of_mpi)
         check_arguments(options["check"], options["timeout"])
         if not isinstance(options["dtype"], torch.dtype):
             raise UBUnsupportedError(f"dtype = {options['dtype']!r}: it is a torch.dtype, as torch.bfloat16")
@@ -107,6 +98,33 @@ def agree(
             text += f". The policies differ: {differences(dict(zip(group.members, runs, strict=True)))}"
         raise UBRankMismatchError(f"the ranks call initialize_ub with different arguments: {text}")
     return capacity, chosen
+
+
+def _rank_of_mpi() -> int | None:
+    """This process's rank in MPI's world, which torch.distributed may number otherwise; None where nobody uses MPI."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi.COMM_WORLD.Get_rank() if mpi is not None and mpi.Is_initialized() else None
+
+
+def _check_same_group(tp_group: Any, group: Group, ranks_of_mpi: Sequence[int | None]) -> None:
+    """Raise unless ``tp_group`` has the ranks of ``group``, which TE makes: its ``initialize_ub`` takes none.
+
+    Layers that were given another one would gather and scatter in the wrong group where they overlap.
+    """
+    if isinstance(tp_group, torch.distributed.ProcessGroup):
+        kind = ""
+        wanted: list[int | None] = [*group.members] if group.size > 1 else [torch.distributed.get_rank()]
+        members = torch.distributed.get_process_group_ranks(tp_group)
+    else:
+        from mpi4py import MPI
+
+        kind, wanted = " of MPI's world", list(ranks_of_mpi)
+        members = tp_group.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group())
+    if list(members) != wanted:
+        raise UBUnsupportedError(
+            f"tp_group has the ranks {list(members)}{kind}, but TE's UserBuffers take contiguous ranks of "
+            f"torch.distributed as TP group, here {wanted}: number the ranks so, or use the host backend"
+        )
 
 
 def _check_kind(policy: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .agreement import PolicyArgument, agree, check_defaults, check_group_arguments, check_ranks_in_a_row
+from .agreement import PolicyArgument, agree, check_defaults, check_group_arguments
 from .backends.protocol import Alternatives, Backend
 from .board import RankBoard
 from .errors import UBStateError, UBUnsupportedError
@@ -75,15 +75,13 @@ def initialize_ub(
     if te and not torch.distributed.is_initialized():
         raise UBStateError("TE's UserBuffers need torch.distributed: call torch.distributed.init_process_group first")
     check_group_arguments(tp_size, tp_group)
-    if te and tp_group is not None:
-        check_ranks_in_a_row(tp_size, tp_group)
     group = tensor_parallel_group(tp_size, None if te else tp_group, "gloo" if te else bootstrap_backend)
     made: Backend | None = None
     try:
         options = {"dtype": dtype, "ub_cfgs": ub_cfgs, "quantization_modes": quantization_modes, "check": check}
         tes = {"use_fp8": use_fp8 or None, "with_cublasmp": with_cublasmp or None}
         asked = {**options, **tes, "bootstrap_backend": bootstrap_backend, "auto": auto, "timeout": timeout}
-        capacity, chosen = agree(group, shape, tp_size, te, asked, policy)
+        capacity, chosen = agree(group, shape, tp_size, te, asked, policy, tp_group)
         alternatives = None if chosen is None else chosen.configurations()
         board = RankBoard(group, timeout_s=timeout) if check != "never" and group.size > 1 else None
         if te:

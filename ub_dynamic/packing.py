@@ -158,10 +158,10 @@ class PackedBatch:
     def __post_init__(self) -> None:
         for name in ("seqlens", "padded"):
             object.__setattr__(self, name, integers(getattr(self, name), name))
-        for name in ("documents", "max_seqlen", "tp", "cp", "align"):
-            object.__setattr__(self, name, as_count(name, getattr(self, name)))
-        if self.capacity is not None:
-            object.__setattr__(self, "capacity", as_count("capacity", self.capacity))
+        for name in ("documents", "max_seqlen", "tp", "cp", "align", "capacity"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and (name, value) != ("capacity", None):
+                object.__setattr__(self, name, as_count(name, value))
         check_entries(self.seqlens, self.padded, self.cp)
         check_total(self.total_tokens, len(self.padded), self.tp, self.cp, self.align, self.capacity)
         if not 0 < self.documents <= len(self.padded):

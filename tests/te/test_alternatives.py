@@ -99,6 +99,8 @@ def test_more_regions_than_te_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "MAX_REGIONS", 12)
     with pytest.raises(UBCapacityError, match=r"takes 1 communicators.*13 in all.*at most 12 buffers"):
         arranged({"fc2_fprop": (RING,)})
+    with pytest.raises(UBCapacityError, match=r"takes 2 communicators.*14 in all"):
+        arranged({"qkv_dgrad": (RING,), "fc1_dgrad": (RING,)})  # their wgrads are TE's own
     refused = pytest.raises(UBCapacityError, match="13 in all")
     with refused, te_world(monkeypatch, {"fc2_fprop": (RING,)}):
         pass

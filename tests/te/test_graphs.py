@@ -230,6 +230,8 @@ def test_destroyed_communicators_are_never_replayed_into(captures: list[Capture]
     with pytest.raises(UBStateError, match="the communicators are destroyed"):
         graphed(16, rows(16))
     assert len(captures) == 1
+    graphed.clear()  # though the loss is still there
+    assert [made.freed for made in captures] == [True]
 
 
 class TestBuckets:

@@ -316,6 +316,7 @@ class TestPolicy:
             ub.UBShapeError,
             "fc1_dgrad: num_sm = '16': it is a positive int",
         ),
+        ({"ub_cfgs": {"fc1_dgrad": {"num_sm": torch.tensor(4.5)}}}, ub.UBShapeError, "fc1_dgrad: num_sm = tensor"),
         ({"ub_cfgs": {"fc2_fprop": {"num_splits": None}}}, ub.UBShapeError, "fc2_fprop: num_splits = None: it is a"),
         ({"shape": [126, 64]}, ub.UBAlignmentError, r"T = 126 .*; the next valid capacity is \[128, 64\]"),
     ],

@@ -72,3 +72,8 @@ def test_standard_input_is_read() -> None:
     done = subprocess.run(words, input="12\n34\n", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "2 documents, 46 tokens" in done.stdout
+
+
+def test_a_name_that_cannot_be_asked_about_is_left_to_who_opens_it() -> None:
+    with pytest.raises(UBUnsupportedError, match="the tuning table a+ cannot be read: .*too long"):
+        TuningTable.load("a" * 300)

@@ -15,7 +15,7 @@ import torch
 from ..errors import UBShapeError, UBUnsupportedError
 from ..overlap import OverlapConfig, OverlapMethod
 from ..rules import check_capacity, check_spec
-from ..shapes import METHODS, Collective, CommSpec, Method, Shape
+from ..shapes import METHODS, Collective, CommSpec, Method, Shape, as_int
 
 # name -> (default method, collective)
 LAYERS: Mapping[str, tuple[Method, Collective]] = {
@@ -86,8 +86,15 @@ def check_cfgs(ub_cfgs: Any) -> None:
         if unknown := [key for key in cfg if key not in CFG_KEYS]:
             raise UBShapeError(f"{name}: unknown setting {unknown[0]!r}; known are {', '.join(CFG_KEYS)}")
         for key in _COUNTS:
-            if key in cfg and (isinstance(cfg[key], bool) or not hasattr(cfg[key], "__index__")):
-                raise UBShapeError(f"{name}: {key} = {cfg[key]!r}: it is a positive int; leave it out for TE's default")
+            _count(name, cfg, key, default=1)
+
+
+def _count(name: str, cfg: Mapping[str, Any], key: str, default: int) -> int:
+    """This setting of ``cfg`` as a Python int; its range is for :func:`~ub_dynamic.rules.check_spec`."""
+    number = as_int(cfg.get(key, default))
+    if number is None:
+        raise UBShapeError(f"{name}: {key} = {cfg[key]!r}: it is a positive int; leave it out for TE's default")
+    return number
 
 
 def resolve_specs(
@@ -147,8 +154,8 @@ def _spec(name: str, shape: Shape, tp: int, dtype: torch.dtype, cfg: Mapping[str
         capacity=shape,
         tp=tp,
         dtype=dtype,
-        num_splits=cfg.get("num_splits", tp if ring else 4),
-        num_sm=cfg.get("num_sm", 1 if ring else 16),
+        num_splits=_count(name, cfg, "num_splits", tp if ring else 4),
+        num_sm=_count(name, cfg, "num_sm", 1 if ring else 16),
         use_ce=bool(cfg.get("use_ce", True)),
         aggregate=bool(cfg.get("aggregate", False)),
     )

@@ -112,10 +112,11 @@ def arrange(alternatives: Alternatives, cfgs: Cfgs | None, capacity: Shape, tp: 
     for gemm in gemms.values():
         further += _arrange_one(gemm, cfgs, ub_cfgs)
     resolve_specs(capacity, tp, dtype, ub_cfgs)
-    regions = len(LAYERS) + len(further)  # TE makes all its names, whether a GEMM uses them or not
+    beside = sum(each.owner is not None for each in further)
+    regions = len(LAYERS) + beside  # TE makes all its names, whether a GEMM uses them or not
     if regions > MAX_REGIONS:
         raise UBCapacityError(
-            f"the policy takes {len(further)} communicators beside TE's own, {regions} in all, and TE registers at "
+            f"the policy takes {beside} communicators beside TE's own, {regions} in all, and TE registers at "
             f"most {MAX_REGIONS} buffers a process; leave GEMMs of {regions - MAX_REGIONS} of them to one method"
         )
     return Arrangement(gemms, specs, cfgs, ub_cfgs, tuple(further))

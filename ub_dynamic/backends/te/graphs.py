@@ -110,7 +110,9 @@ class GraphedMicrobatches:
         return output
 
     def check_idle(self) -> None:
-        """:class:`UBStateError` while a graph waits for its backward."""
+        """:class:`UBStateError` while a graph waits for its backward, which none can any more after ``destroy_ub``."""
+        if self._manager.destroyed:
+            return
         if any(captured.busy for copies in self._graphs.values() for captured in copies):
             raise UBStateError("a microbatch is between its forward and its backward; its graph cannot be freed")
 
