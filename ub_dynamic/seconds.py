@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
 from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 from .errors import UBStateError, shown
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """``value``, if it is a positive, finite number; :class:`UBStateError` with its ``name`` for anything else."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
-        return value
+    """``value``, numpy's included, if it is a positive, finite number; :class:`UBStateError` with its ``name`` else."""
+    if type(value) is not bool and isinstance(value, Real):
+        with suppress(OverflowError):  # of an int that no float can hold
+            number = float(value)
+            if 0 < number < math.inf:
+                return number
     raise UBStateError(f"{name} = {shown(value)}: it is a positive, finite number of seconds, as 20 is")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ub_dynamic.board import RankBoard
@@ -32,7 +33,7 @@ def test_an_argument_that_is_no_time(give: Callable[[Any], object], name: str, v
         give(value)
 
 
-@pytest.mark.parametrize("value", [20, 0.5])
+@pytest.mark.parametrize("value", [20, 0.5, np.int64(20), np.float32(0.5)])
 def test_an_argument_that_is_a_time(value: float) -> None:
     check_arguments("strict", value)
     assert OneGpu(2, timeout_s=value).timeout_s == value
