@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs, one a shape, replayed in any order while another shape is active. Writes te_graphs.json.
+"""CUDA graphs, one a shape, replayed in any order, another shape set before each. Writes te_graphs.json.
 
 python benchmarks/te_graphs.py --tp 2 4
 """

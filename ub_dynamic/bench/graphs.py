@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench graphs``: CUDA graphs, one a shape, replayed in any order while another shape is active (TE only)."""
+"""``bench graphs``: CUDA graphs, one a shape, replayed in any order, another shape set before each (TE only)."""
 
 from __future__ import annotations
 
