@@ -67,7 +67,7 @@ class Manager:
         self._skipped = MappingProxyType(dict(backend.skipped))
         if self._board is not None:
             self._board.name_communicators(self._updated, capacity[0])
-        self._destroyed = False
+        self.destroyed = False  # by destroy: there are no communicators any more
         fast = (guard or auto) and not self._strict  # it asks the guard what is under way
         self._ready = backend.make_ready(self._shapes.rule, self._board) if fast else None
         self._stages = Stages(backend, policy)
@@ -87,11 +87,6 @@ class Manager:
     def policy(self) -> Policy | None:
         """Which overlap each GEMM uses at which T; None: as configured."""
         return self._stages.policy
-
-    @property
-    def destroyed(self) -> bool:
-        """Whether :meth:`destroy` was called: there are no communicators any more."""
-        return self._destroyed
 
     def buffer_active_shape(self, name: str) -> Shape:
         """The active shape ``(T, H)`` of one communicator; one that does not follow stays at capacity."""
@@ -166,7 +161,7 @@ class Manager:
         cannot follow, :class:`UBStateError` during capture, in the middle of an overlap or after :meth:`destroy`.
         Nothing is changed then.
         """
-        if self._destroyed:
+        if self.destroyed:
             raise UBStateError("use_policy after destroy: there are no communicators any more")
         if policy is not None and self.auto and (reason := self.backend.auto_excludes_policy):
             raise UBUnsupportedError(reason)
@@ -191,7 +186,7 @@ class Manager:
 
         ``given_up``: an exception ended what was under way, so that no filled buffer waits for its GEMM any more.
         """
-        if self._destroyed:
+        if self.destroyed:
             return
         if given_up:
             self.backend.give_up()
@@ -249,9 +244,9 @@ class Manager:
 
         A second call does nothing.
         """
-        if self._destroyed:
+        if self.destroyed:
             return
-        self._destroyed = self._every_call = True
+        self.destroyed = self._every_call = True
         self._ready = None
         self.backend.connect(None)
         try:
@@ -283,7 +278,7 @@ class Manager:
         self._compare(tokens)
 
     def _check_free(self, tokens: int) -> None:
-        why = "after destroy there are no communicators any more" if self._destroyed else self.backend.busy()
+        why = "after destroy there are no communicators any more" if self.destroyed else self.backend.busy()
         if why:
             raise UBStateError(f"the active shape cannot change to T = {tokens} now: {why}")
 

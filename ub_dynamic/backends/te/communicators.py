@@ -48,9 +48,12 @@ class Communicator:
 
 def communicator_name(key: Key) -> str:
     """``qkv_fprop``, or ``qkv_fprop/fp8`` in another quantization mode than NONE."""
-    layer, mode = key
-    value = getattr(mode, "value", mode)
-    return layer if value in ("none", None) else f"{layer}/{value}"
+    mode = _mode(key)
+    return key[0] if mode in ("none", None) else f"{key[0]}/{mode}"
+
+
+def _mode(key: Key) -> Any:
+    return getattr(key[1], "value", key[1])
 
 
 def read_communicators(
@@ -128,7 +131,7 @@ def _use(key: Key, facts: Mapping[str, Any], keys: Iterable[Key]) -> tuple[Metho
     if alternative:
         return ("bulk", "ag") if alternative == "(bulk)" else ("pipeline", "rs")
     wgrad = DGRAD_REDUCE_SCATTER.get(layer)
-    quantises = getattr(mode, "value", mode) == "fp8"  # a gather's buffer has the GEMM's dtype, a reduce-scatter's BF16
+    quantises = _mode(key) == "fp8"  # a gather's buffer has the GEMM's dtype, a reduce-scatter's BF16
     reduces_dgrad = wgrad is not None and ((wgrad, mode) not in keys or (quantises and facts["dtype"] != "uint8"))
     if reduces_dgrad or (layer.endswith("_fprop") and collective == "rs"):
         return "pipeline", "rs"

@@ -67,13 +67,13 @@ def refuse(patches: Patches, communicators: Sequence[Communicator], methods: Met
 def refuse_pipelined_dgrad(quantised: bool, cfg: Mapping[str, Mapping[str, Any]] | None) -> None:
     """The last use, where ``initialize_ub`` is told of it: ``cfg`` is TE's of one quantization mode."""
     for name in DGRAD_REDUCE_SCATTER:
-        if cfg and cfg.get(name, {}).get("method") == "pipeline" and not (quantised and _transposes_fp8_weights()):
+        if cfg and cfg.get(name, {}).get("method") == "pipeline" and _cuts_by_rows(quantised):
             raise UBUnsupportedError(_pipelined(name))
 
 
 def refuse_split_use_of_bulk(name: str, quantised: bool) -> None:
     """The last use again, where a GEMM comes with it; a policy may have changed since the layer's forward."""
-    if name.split("/")[0] in DGRAD_REDUCE_SCATTER and not (quantised and _transposes_fp8_weights()):
+    if name.split("/")[0] in DGRAD_REDUCE_SCATTER and _cuts_by_rows(quantised):
         raise UBUnsupportedError(_pipelined(name))
 
 
@@ -85,10 +85,11 @@ def _pipelined(name: str) -> str:
     )
 
 
-def _transposes_fp8_weights() -> bool:
+def _cuts_by_rows(quantised: bool) -> bool:
+    """Whether the weight of a dgrad GEMM is cut wrongly: all but those that TE transposes, in FP8 before Blackwell."""
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
-    return bool(get_device_compute_capability() < (10, 0))
+    return not (quantised and get_device_compute_capability() < (10, 0))
 
 
 def _splits_by_rows(comm: Communicator) -> bool:
@@ -120,8 +121,10 @@ def _check_module(module: Any, inp: torch.Tensor, no_ring: Callable[[str], bool]
             f"{type(module).__name__} {name!r} has a frozen weight and ub_bulk_wgrad: TE would return "
             "dgrad without its reduce-scatter. Build the layer with ub_bulk_wgrad=False, ub_bulk_dgrad=False"
         )
-    if module.ub_overlap_rs_dgrad and not module.ub_bulk_wgrad:
-        _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring)
+    if module.ub_overlap_rs_dgrad and not module.ub_bulk_wgrad and not _backward_is_plain():
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        _check_dgrad(f"{name or 'fc1'}_dgrad", no_ring, FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _backward_is_plain() -> bool:
@@ -147,14 +150,9 @@ def _check_gather(module: Any) -> None:
         )
 
 
-def _check_dgrad(layer: str, no_ring: Callable[[str], bool], quantised: bool | None = None) -> None:
-    of_module = quantised is None
-    if quantised is None:
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-        quantised = FP8GlobalStateManager.is_fp8_enabled()
+def _check_dgrad(layer: str, no_ring: Callable[[str], bool], quantised: bool) -> None:
     name = f"{layer}/fp8" if quantised else layer
-    if no_ring(name) and not (quantised and _transposes_fp8_weights()) and not (of_module and _backward_is_plain()):
+    if no_ring(name) and _cuts_by_rows(quantised):
         raise UBUnsupportedError(_pipelined(name))
 
 
