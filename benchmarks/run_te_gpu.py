@@ -66,7 +66,7 @@ def _tp_step(hidden: int, tp: int, seconds: str) -> Part:
         str(hidden),
         "--seconds",
         seconds,
-        "--no-lengths",
+        "--steps-alone",
         "--name",
         name,
     )

@@ -2,7 +2,7 @@
 """Time of a training step at T: dynamic, made for exactly T, padded to capacity. Writes te_step.json.
 
     python benchmarks/te_step.py --tp 2 4 --seconds 85
-    python benchmarks/te_step.py --hidden 8192 --no-lengths --name tp_step_h8192
+    python benchmarks/te_step.py --hidden 8192 --steps-alone --name tp_step_h8192
 
 One step is forward and backward of ``te.LayerNormMLP(H, 4H)`` in BF16 with TE's default overlaps, by
 :mod:`ub_dynamic.bench.tp_step`, which says how arms are compared; then one step for each of real microbatches, four
@@ -37,7 +37,8 @@ figures = tp_step.figures  # of the rows, where every one of these programs has 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)
 ARMS = ("exact", "dynamic", "pad")
 LENGTHS = "lengths"
-# Of the time; at the smallest T, where a step is shortest, the costs of guard and auto are asked for as well.
+# Of the time; at the smallest T, where a step is shortest, the costs of guard and auto are asked for as well. Of steps
+# alone those at a large T take more time.
 SHARES: Mapping[Any, float] = {1.0: 0.12, 0.75: 0.12, 0.5: 0.12, 0.25: 0.18, 0.125: 0.34, LENGTHS: 0.12}
 
 
@@ -50,16 +51,17 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     start = max(world.gather(time.monotonic()))
     if world.rank == 0:
         print(f"ready after {start - _START:.1f} s", flush=True)
-    alone = {part: share for part, share in SHARES.items() if not isinstance(part, str)}
-    budget = Budget(options["seconds"] - (start - _START) - 4.0, alone if options["no_lengths"] else SHARES)
+    alone = options["steps_alone"]
+    shares = {fraction: 1 + fraction for fraction in FRACTIONS} if alone else SHARES
+    budget = Budget(options["seconds"] - (start - _START) - 4.0, shares)
     for fraction in FRACTIONS:
-        arms = (*ARMS, *tp_step.COSTS) if fraction == min(FRACTIONS) else ARMS
+        arms = (*ARMS, *tp_step.COSTS) if fraction == min(FRACTIONS) and not alone else ARMS
         tokens = int(capacity * fraction)
         row = tp_step.one_length(world, steps_of, sizes, tokens, arms, budget.until(fraction))
         report.row({"tp": world.size, "kind": "step", **row})
         if world.rank == 0:
             print({key: round(value, 4) for key, value in row.items() if isinstance(value, float)}, flush=True)
-    if options["no_lengths"]:
+    if alone:
         return
     tokens = real_lengths(options["microbatches"], world.size, capacity)
     row = one_workload(world, steps_of, capacity, tokens, ("dynamic", "pad"), budget.until(LENGTHS))
@@ -90,6 +92,6 @@ if __name__ == "__main__":
     options.add_argument("--capacity", type=int, default=16384)
     options.add_argument("--seconds", type=float, default=150, help="for each start, imports included")
     options.add_argument("--microbatches", type=int, default=24, help="of real lengths, after the steps")
-    options.add_argument("--no-lengths", action="store_true", help="steps alone")
+    options.add_argument("--steps-alone", action="store_true", help="no real lengths, no costs of guard and auto")
     options.add_argument("--name", default="te_step", help="of the result file")
     raise SystemExit(main(options.parse_args))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -33,8 +34,10 @@ class Stages:
         self.choices: Choices = NOTHING_CHOSEN
         self._backend = backend
         self._followed = policy or _AS_CONFIGURED
+        self._starts = self._followed.starts
         self._plans = _plans(backend, self._followed)
-        self._standing = 0
+        self._stage = 0
+        self._plan: Any = None  # the one that the backend was last switched to
 
     def stand(self, tokens: int) -> None:
         """Let the backend stand at the stage of T, whatever it followed before.
@@ -42,9 +45,8 @@ class Stages:
         Raises :class:`UBUnsupportedError`, with nothing changed, where its layers cannot be made to ask for choices.
         """
         self._backend.follow_choices(self.policy is not None)
-        self._standing = self._followed.stage(tokens)
-        self._backend.switch(self._plans[self._standing])
-        self.choices = self._followed.stages[self._standing]
+        self._plan = None
+        self._go_to(self._followed.stage(tokens))
 
     def take_over(self, before: Stages, tokens: int) -> None:
         """:meth:`stand` instead of ``before``, which goes on where that fails; :class:`UBStateError` where somebody has
@@ -60,13 +62,16 @@ class Stages:
 
     def follow(self, tokens: int) -> None:
         """Go on to the stage of T; the backend hears of it only where the plan differs. Host only, no allocation."""
-        stage = self._followed.stage(tokens)
-        if stage == self._standing:
-            return
+        stage = bisect_right(self._starts, tokens, 1) - 1  # Policy.stage, a call less
+        if stage != self._stage:
+            self._go_to(stage)
+
+    def _go_to(self, stage: int) -> None:
         plan = self._plans[stage]
-        if plan is not self._plans[self._standing]:
+        if plan is not self._plan:
             self._backend.switch(plan)
-        self._standing, self.choices = stage, self._followed.stages[stage]
+            self._plan = plan
+        self._stage, self.choices = stage, self._followed.stages[stage]
 
 
 def _plans(backend: Backend, policy: Policy) -> tuple[Any, ...]:

@@ -95,7 +95,7 @@ def _finish(made: Any, tokens: int, margin: bool, aggregate: int = -1, first_gem
     registry.add(made, tokens)
     num_splits, num_sm, _ = module.settings(made)
     setting = (0, num_splits, num_sm, SMS - num_sm if margin else SMS, int(aggregate), int(first_gemm))
-    registry.switch(registry.plan([setting], []))
+    registry.plan([setting], [])()
 
 
 def _region() -> int:

@@ -128,7 +128,7 @@ class TestPlans:
             registry.plan([[2, 4, 16, 116, -1, -1]], [])
         with pytest.raises(ValueError, match="every pair"):
             registry.plan([], [True])
-        registry.switch(registry.plan([[0, 2, 3, 129, 1, -1], [1, 8, 4, 128, -1, 1]], []))
+        registry.plan([[0, 2, 3, 129, 1, -1], [1, 8, 4, 128, -1, 1]], [])()
         assert native.settings(ring) == (2, 3, 129)
         assert native.inspect(ring)["aggregate"] is True
         assert native.inspect(bulk)["first_gemm"] is True

@@ -56,14 +56,26 @@ class TestStatistics:
 
         taken = interleaved(("a", "b"), clock.block(model), Ranks(2.0).gather, 1.0, clock=clock)
         assert taken["a"] == [8.0] * len(taken["b"])  # the other rank takes twice as long
-        assert "".join(seen[2:6]) == "abba"
-        assert len(taken["a"]) % 2 == 0
+        sets = ["".join(seen[first : first + 4]) for first in range(2, len(seen), 4)]
+        assert set(sets) == {"abba", "baab"}  # no fixed order, which could keep step with a device's clocks
+        assert len(taken["a"]) == 2 * len(sets)
         # blocks are 40 ms on the slower rank, so 20 ms here, and a set has four
         assert 1.0 - 4 * 0.04 <= clock.now <= 1.0 + 1e-9
 
     def test_the_least_runs_even_without_time(self) -> None:
         taken = interleaved(("a", "b"), lambda arm, steps: 1.0, Ranks().gather, float("-inf"), least=3)
         assert len(taken["a"]) == 6
+
+    def test_to_settle_a_first_set_is_not_counted(self) -> None:
+        seen: list[str] = []
+
+        def block(arm: str, steps: int) -> float:
+            seen.append(arm)
+            return 9.0 if len(seen) <= 6 else 1.0  # two to find the number of steps, and the first set
+
+        taken = interleaved(("a", "b"), block, Ranks().gather, float("-inf"), least=1, settle=True)
+        assert taken == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+        assert len(seen) == 10
 
 
 class TestBudget:

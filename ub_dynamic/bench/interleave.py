@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arms that are compared take turns in short blocks; a ratio is taken between blocks of the same round.
 
-A machine warms up, its clocks drift, and an arm that follows a heavy one meets a hotter device. So every arm follows
-every other equally often (a Williams design), the time of a block is that of the slowest rank, and a comparison is
-the median of the ratios within the rounds, with its 95 % interval. Times are milliseconds a step throughout.
+A machine warms up, its clocks drift, and an arm that follows a heavy one meets a hotter device. At its power limit a
+GPU's clocks go up and down by several percent within seconds, so blocks that are longer measure that. So every arm
+follows every other equally often (a Williams design), in turns that are drawn anew each time (a fixed order could keep
+step with the clocks), the time of a block is that of the slowest rank, and a comparison is the median of the ratios
+within the rounds, with its 95 % interval. Times are milliseconds a step throughout.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,22 +87,33 @@ def interleaved(
     least: int = 2,
     block_ms: float = BLOCK_MS,
     least_steps: int = LEAST_STEPS,
+    settle: bool = False,
     between: Callable[[], object] = gc.collect,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, list[float]]:
     """Every block of every arm, the slowest rank's: as many whole sets of rounds as end before ``until``
     (seconds of ``clock``), and ``least`` in any case. The blocks of one round have the same index.
+
+    ``settle``: a first set is not counted. A GPU that was idle runs faster than its power allows, then slower.
     """
     counts = calibrate(arms, block, gather, block_ms, least_steps)
+    draw = random.Random(0)  # on every rank the same
+    if settle:
+        one_set(draw.sample(arms, len(arms)), block, counts, {arm: [] for arm in arms})
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     done, duration = 0, 0.0
     while done < least or not is_over(gather, clock() + duration >= until):
         begin = clock()
         between()
-        for order in rounds_of(len(arms)):
-            one_round([arms[index] for index in order], block, counts, taken)
+        one_set(draw.sample(arms, len(arms)), block, counts, taken)
         done, duration = done + 1, clock() - begin
     return dict(zip(arms, (slowest(gather, taken[arm]) for arm in arms), strict=True))
+
+
+def one_set(arms: Sequence[str], block: Block, counts: dict[str, int], taken: dict[str, list[float]]) -> None:
+    """Rounds in which each arm follows each other equally often."""
+    for order in rounds_of(len(arms)):
+        one_round([arms[index] for index in order], block, counts, taken)
 
 
 def one_round(order: Sequence[str], block: Block, counts: dict[str, int], taken: dict[str, list[float]]) -> None:

@@ -30,6 +30,7 @@ from .worlds import WARM
 # them; it specialises again after so many runs, which a training job has behind it after its first seconds. Blocks of
 # few, long steps do not wait for it: there the device is the limit.
 _SPECIALISED, _FEW = 60, 16
+_LONG = 3  # steps of a block whose first one alone fills the device's queue
 
 Step = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], None]
 
@@ -114,7 +115,7 @@ class TESteps:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         with no_collection():
-            for _ in range(_SPECIALISED if steps > _FEW else WARM):
+            for _ in range(_SPECIALISED if steps > _FEW else WARM if steps > _LONG else 1):
                 one(layer, leaf, grad, tokens)
             begin.record()
             for _ in range(steps):

@@ -12,6 +12,7 @@ interval; the figures are the largest of these medians. ``*_blocks_ms``: every b
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -154,10 +155,11 @@ def one_length(
         steps = steps_of(exact, exact_first)
         block, block_ms = _at(steps, tokens), steps.block_ms
         end = begin + (until - begin) * (number + 1) / 2
-        for arm, blocks in interleaved(together, block, world.gather, end, least=1, block_ms=block_ms).items():
+        compare = functools.partial(interleaved, block=block, gather=world.gather, block_ms=block_ms, least_steps=2)
+        for arm, blocks in compare(together, until=end, least=1, settle=True).items():
             taken[arm] += blocks
         if exact_first and "pad" in arms:
-            beside = interleaved(("dynamic", "pad"), block, world.gather, 0.0, block_ms=block_ms)
+            beside = compare(("dynamic", "pad"), until=0.0)
             taken["pad"], taken["dynamic beside pad"] = beside["pad"], beside["dynamic"]
         if "policy" in arms:
             chosen = steps.policy(tokens)

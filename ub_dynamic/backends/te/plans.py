@@ -24,9 +24,9 @@ _LEAVE = -1  # a flag that the communicator does not have
 
 @dataclass(frozen=True)
 class Plan:
-    """``native``: settings and standing of the communicators; ``methods``: what the layers' flags follow."""
+    """``stand``: gives the communicators their settings and places; ``methods``: what the layers' flags follow."""
 
-    native: Any
+    stand: Callable[[], None]
     methods: Methods
 
 
@@ -64,7 +64,6 @@ class Plans:
     ) -> None:  # fmt: skip
         self._arrangement = arrangement
         self._registry = registry
-        self._switch: Callable[[Any], None] = registry.switch  # bound once: asking for it makes a function
         self._names = names
         self._made = _read(arrangement, communicators, native)
         self.notes: Mapping[str, str] = MappingProxyType(_notes(arrangement))
@@ -92,7 +91,7 @@ class Plans:
 
     def switch(self, plan: Plan) -> None:
         """Host only, no allocation."""
-        self._switch(plan.native)
+        plan.stand()
         self._flags.methods = plan.methods
 
     def methods(self) -> Methods:

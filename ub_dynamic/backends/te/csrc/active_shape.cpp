@@ -157,9 +157,25 @@ PyObject *ask(Ready &ready, PyObject *tokens) {
   return as_object(beyond == 0 ? ready.ask(value) : Board::Answer::kNotMade);
 }
 
-PyObject *switch_to(Registry &registry, PyObject *plan) {
-  registry.switch_to(py::handle(plan).cast<const Plan &>());
-  Py_RETURN_NONE;
+// A function that lets all communicators do as the plan says.
+py::object plan(py::object owner, const std::vector<std::array<int, 6>> &settings, const std::vector<bool> &exchanged) {
+  struct Self {
+    py::object owner;
+    Registry *registry;
+    Plan plan;
+  };
+  static PyMethodDef definition = {"plan",
+                                   [](PyObject *capsule, PyObject *) -> PyObject * {
+                                     return translated([&]() -> PyObject * {
+                                       auto &self = self_of<Self>(capsule);
+                                       self.registry->switch_to(self.plan);
+                                       Py_RETURN_NONE;
+                                     });
+                                   },
+                                   METH_NOARGS, nullptr};
+  auto *registry = owner.cast<Registry *>();
+  Plan made = registry->plan(settings, exchanged);
+  return made_of(&definition, Self{std::move(owner), registry, std::move(made)});
 }
 
 }  // namespace
@@ -168,7 +184,6 @@ PyObject *switch_to(Registry &registry, PyObject *plan) {
 PYBIND11_MODULE(active_shape, m) {
   using namespace ub_dynamic;
   m.doc() = "Shapes of Transformer Engine's UserBuffers communicators";
-  py::class_<Plan>(m, "Plan", py::module_local());
   py::class_<Registry>(m, "Registry", py::module_local())
       .def(py::init<>())
       .def("add", &Registry::add, py::arg("communicator"), py::arg("capacity"))
@@ -177,8 +192,7 @@ PYBIND11_MODULE(active_shape, m) {
       .def("active", &Registry::active, py::arg("index"))
       .def("pair", &Registry::pair, py::arg("first_key"), py::arg("second_key"), py::arg("first"), py::arg("second"))
       .def("use_table", &Registry::use_table, py::arg("namespace"), py::arg("name"))
-      .def("plan", &Registry::plan, py::arg("settings"), py::arg("exchanged"))
-      .def_property_readonly("switch", &of_one_object<Registry, &switch_to>)
+      .def("plan", &plan, py::arg("settings"), py::arg("exchanged"))
       .def("clear", &Registry::clear)
       .def("__len__", &Registry::size);
   py::class_<Board>(m, "Board", py::module_local())
