@@ -3,9 +3,10 @@
 
 A machine warms up, its clocks drift, and an arm that follows a heavy one meets a hotter device. At its power limit a
 GPU's clocks go up and down by several percent within seconds, so blocks that are longer measure that. So every arm
-follows every other equally often (a Williams design), in turns that are drawn anew each time (a fixed order could keep
-step with the clocks), the time of a block is that of the slowest rank, and a comparison is the median of the ratios
-within the rounds, with its 95 % interval. Times are milliseconds a step throughout.
+follows every other equally often (a Williams design), in turns that are drawn anew each time (a fixed order could keep step
+with the clocks) and then reversed (an arm that comes first meets a device that has waited), the time of a block is
+that of the slowest rank, and a comparison is the median of the ratios within the rounds, with its 95 % interval. Times
+are milliseconds a step throughout.
 """
 
 from __future__ import annotations
@@ -97,17 +98,26 @@ def interleaved(
     ``settle``: a first set is not counted. A GPU that was idle runs faster than its power allows, then slower.
     """
     counts = calibrate(arms, block, gather, block_ms, least_steps)
-    draw = random.Random(0)  # on every rank the same
+    turns = drawn_turns(arms)
     if settle:
-        one_set(draw.sample(arms, len(arms)), block, counts, {arm: [] for arm in arms})
+        one_set(arms, block, counts, {arm: [] for arm in arms})
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     done, duration = 0, 0.0
     while done < least or not is_over(gather, clock() + duration >= until):
         begin = clock()
         between()
-        one_set(draw.sample(arms, len(arms)), block, counts, taken)
+        one_set(next(turns), block, counts, taken)
         done, duration = done + 1, clock() - begin
     return dict(zip(arms, (slowest(gather, taken[arm]) for arm in arms), strict=True))
+
+
+def drawn_turns(arms: Sequence[str]) -> Iterator[list[str]]:
+    """The arms in random order, then in the reverse of it, and so on; on every rank the same."""
+    draw = random.Random(0)
+    while True:
+        turn = draw.sample(arms, len(arms))
+        yield turn
+        yield turn[::-1]
 
 
 def one_set(arms: Sequence[str], block: Block, counts: dict[str, int], taken: dict[str, list[float]]) -> None:

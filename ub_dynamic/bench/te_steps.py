@@ -29,7 +29,7 @@ from .worlds import WARM
 # Putting the guard's wrappers into TE's classes, or taking them out, makes CPython forget what it has specialised for
 # them; it specialises again after so many runs, which a training job has behind it after its first seconds. Blocks of
 # few, long steps do not wait for it: there the device is the limit.
-_SPECIALISED, _FEW = 60, 16
+_SPECIALISED, _FEW = 60, 24
 _LONG = 3  # steps of a block whose first one alone fills the device's queue
 
 Step = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], None]
