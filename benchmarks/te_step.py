@@ -45,7 +45,14 @@ SHARES: Mapping[Any, float] = {1.0: 0.12, 0.75: 0.12, 0.5: 0.12, 0.25: 0.18, 0.1
 def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     capacity = options["capacity"]
     hidden = options["hidden"]
-    sizes = {"capacity": capacity, "hidden": hidden, "ffn": 4 * hidden, "layer": "te.LayerNormMLP", "arms": ARMS}
+    sizes = {
+        "capacity": capacity,
+        "hidden": hidden,
+        "ffn": 4 * hidden,
+        "layer": "te.LayerNormMLP",
+        "arms": ARMS,
+        "operands": options["operands"],
+    }
     steps_of = tp_step.factory_of(world, sizes, None)
     tp_step.settle(world)
     start = max(world.gather(time.monotonic()))
@@ -93,5 +100,6 @@ if __name__ == "__main__":
     options.add_argument("--seconds", type=float, default=150, help="for each start, imports included")
     options.add_argument("--microbatches", type=int, default=24, help="of real lengths, after the steps")
     options.add_argument("--steps-alone", action="store_true", help="no real lengths, no costs of guard and auto")
+    options.add_argument("--operands", choices=tp_step.OPERANDS, default=tp_step.OPERANDS[0])
     options.add_argument("--name", default="te_step", help="of the result file")
     raise SystemExit(main(options.parse_args))

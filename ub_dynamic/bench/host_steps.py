@@ -53,7 +53,14 @@ class HostSteps:
     block_ms = BLOCK_MS
 
     def __init__(
-        self, world: HostWorld, capacity: int, hidden: int, ffn: int, exact: int | None, policy: Policy | None
+        self,
+        world: HostWorld,
+        capacity: int,
+        hidden: int,
+        ffn: int,
+        operands: tuple[torch.Tensor, ...],
+        exact: int | None,
+        policy: Policy | None,
     ) -> None:
         self.world, self.capacity, self.hidden, self._policy = world, capacity, hidden, policy
         options = {} if policy is None else {"policy": policy}
@@ -65,7 +72,7 @@ class HostSteps:
         if exact is not None:
             self._exact = HostBackend(resolve_specs((exact, hidden), world.size, world.dtype), world.group)
             self._models["exact"] = _MLP(world, hidden, ffn, dynamic, backend=self._exact)
-        self._operand, self._grad = (world.random((capacity // world.size, hidden), seed) for seed in (1, 2))
+        self._operand, self._grad = operands
 
     def use(self, arm: str) -> None:
         """The guard and the policy as the arm has them."""
@@ -119,8 +126,14 @@ class HostSteps:
 class HostFactory:
     """Makes :class:`HostSteps`."""
 
-    def __init__(self, world: HostWorld, capacity: int, hidden: int, ffn: int, policy: Policy | None = None) -> None:
+    def __init__(
+        self, world: HostWorld, capacity: int, hidden: int, ffn: int, policy: Policy | None = None, zeros: bool = False
+    ) -> None:
         self._world, self._sizes, self._policy = world, (capacity, hidden, ffn), policy
+        self._operands = tuple(world.random((capacity // world.size, hidden), seed) for seed in (1, 2))
+        if zeros:
+            for operand in self._operands:
+                operand.zero_()
 
     def __call__(self, exact: int | None, exact_first: bool = False) -> HostSteps:
-        return HostSteps(self._world, *self._sizes, exact, self._policy)
+        return HostSteps(self._world, *self._sizes, self._operands, exact, self._policy)

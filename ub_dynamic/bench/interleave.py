@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arms that are compared take turns in short blocks; a ratio is taken between blocks of the same round.
 
-A machine warms up, its clocks drift, and an arm that follows a heavy one meets a hotter device. At its power limit a
-GPU's clocks go up and down by several percent within seconds, so blocks that are longer measure that. So every arm
-follows every other equally often (a Williams design), in turns that are drawn anew each time (a fixed order could keep step
-with the clocks) and then reversed (an arm that comes first meets a device that has waited), the time of a block is
-that of the slowest rank, and a comparison is the median of the ratios within the rounds, with its 95 % interval. Times
-are milliseconds a step throughout.
+A machine warms up, its clocks drift, and an arm that follows a heavy one meets a hotter device. So every arm follows
+every other equally often (a Williams design), in turns that are drawn anew each time (the clocks of a GPU at its power
+limit go up and down, and a fixed order could keep step with them) and then reversed (an arm that comes first meets a
+device that has waited). The time of a block is that of the slowest rank, and a comparison is the median of the ratios
+within the rounds, with its 95 % interval. Times are milliseconds a step throughout.
 """
 
 from __future__ import annotations

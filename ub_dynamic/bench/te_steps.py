@@ -187,12 +187,21 @@ class TEFactory:
     """Makes :class:`TESteps`, on layers that are built, and functions that are compiled, once."""
 
     def __init__(
-        self, world: World, capacity: int, hidden: int, layer: str, none: bool, policy: Policy | None = None
+        self,
+        world: World,
+        capacity: int,
+        hidden: int,
+        layer: str,
+        none: bool,
+        policy: Policy | None = None,
+        zeros: bool = False,
     ) -> None:
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled here runs as it is, in every arm
         self._world, self._sizes, self._policy = world, (capacity, hidden), policy
         self._kind = KINDS[layer]
         self._operands = random_tensor((2, capacity // world.size, hidden), world, 1)
+        if zeros:
+            self._operands.zero_()
         sets = Sets(world, capacity, hidden, None)  # TE wants UserBuffers before it makes a layer that overlaps
         with_overlap = (True, False) if none else (True,)
         self._layers = {on: build(self._kind, OVERLAPS["default"], hidden, world, on) for on in with_overlap}

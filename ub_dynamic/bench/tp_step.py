@@ -8,6 +8,11 @@ memory, half with the exact ones; Python's garbage collector is off in blocks, a
 its own. A ratio is the median of those between blocks of the same round, ``*_interval`` the half width of its 95 %
 interval; the figures are the largest of these medians. ``*_blocks_ms``: every block in order, for what a median hides.
 ``rebuild``: the exact step and ``initialize_ub`` with ``destroy_ub`` before it.
+
+Random operands take a large GPU to its power limit, where its clocks, and every step, go up and down by several
+percent. Of zeros it multiplies faster, at its highest clock, so that a ratio can be told to a tenth of a percent
+(Horace He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data!", 2024); what a dynamic
+step adds weighs more there, since the step is shorter.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from .report import Budget, Report
 from .worlds import HostWorld, TEWorld, World, refusal
 
 ARMS = ("dynamic", "exact", "pad", "rebuild", "none", "policy")
+OPERANDS = ("random", "zeros")
 COSTS = ("unguarded", "auto")  # asked for at the smallest T, since a step is shortest there
 _APART = ("pad", "rebuild")
 
@@ -54,18 +60,19 @@ Factory = Callable[..., Steps]
 
 
 def factory_of(world: World, options: Mapping[str, Any], policy: Policy | None) -> Factory:
-    """For this world; options ``capacity``, ``hidden``, ``ffn``, ``layer`` (TE only), ``arms``."""
+    """For this world; options ``capacity``, ``hidden``, ``ffn``, ``layer`` (TE only), ``arms``, ``operands``."""
     capacity, hidden, ffn = options["capacity"], options["hidden"], options["ffn"]
+    zeros = options.get("operands") == "zeros"
     if isinstance(world, HostWorld):
         from .host_steps import HostFactory
 
-        return HostFactory(world, capacity, hidden, ffn, policy)
+        return HostFactory(world, capacity, hidden, ffn, policy, zeros)
     from .te_steps import TEFactory
 
     assert isinstance(world, TEWorld)
     layer = options.get("layer", "te.LayerNormMLP")
     check_te_layer(layer, hidden, ffn, world.size)
-    return TEFactory(world.world, capacity, hidden, layer, "none" in options["arms"], policy)
+    return TEFactory(world.world, capacity, hidden, layer, "none" in options["arms"], policy, zeros)
 
 
 def supported(world: World, arms: Sequence[str], policy: Policy | None, report: Report) -> tuple[str, ...]:
@@ -169,6 +176,7 @@ def one_length(
         "hidden": options["hidden"],
         "tokens": tokens,
         "capacity_fraction": fraction,
+        "operands": options.get("operands", OPERANDS[0]),
         "blocks": len(taken[together[0]]),
     }
     row |= _times(taken) | _ratios(taken, fraction) | chosen

@@ -14,6 +14,7 @@ from ..bench.lengths import ARMS as LENGTH_ARMS
 from ..bench.peers import PEERS
 from ..bench.start import mode_of
 from ..bench.tp_step import ARMS as STEP_ARMS
+from ..bench.tp_step import OPERANDS
 from ..bench.workloads import DISTRIBUTIONS
 from ..testing.results import write_result
 from .files import JsonFile, PictureFile, writing
@@ -29,6 +30,7 @@ from .measuring import (
     checked,
     gemm_names,
     names,
+    one_of,
     sizes,
     token_list,
 )
@@ -104,6 +106,9 @@ def tp_step(
     capacity: Capacity = None,
     arms: Arms = None,
     layer: Layer = LAYERS[0],
+    operands: Annotated[
+        str, typer.Option(help="random, or zeros: a GPU stays below its power limit, and its clocks are steady")
+    ] = OPERANDS[0],
     policy: Policy = None,
     force: Force = False,
     seconds: Seconds = 120,
@@ -117,6 +122,7 @@ def tp_step(
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
     found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks, options["hidden"])
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
+    options |= {"operands": one_of(operands, OPERANDS, "--operands")}
     _measure("tp-step", options, backend, ranks, seconds, json, plot)
 
 
@@ -185,8 +191,7 @@ def _step_options(
     seconds: float,
 ) -> dict[str, Any]:
     chosen, between = sizes(backend, hidden, ffn)
-    if layer not in LAYERS:
-        raise typer.BadParameter(f"{layer!r} is not one of {', '.join(LAYERS)}", param_hint="--layer")
+    one_of(layer, LAYERS, "--layer")
     return {
         "hidden": chosen,
         "ffn": between,

@@ -88,11 +88,18 @@ def token_list(text: str | None, backend: str, tp: int, hidden: int) -> list[int
 def names(text: str | None, known: Mapping[str, Any] | tuple[str, ...], option: str) -> list[str]:
     """A list of words, each of which is known; all of them without one."""
     chosen = [word for word in (",".join(known) if text is None else text).replace(",", " ").split() if word]
-    if unknown := [word for word in chosen if word not in known]:
-        refuse(option, f"{unknown[0]!r} is not one of {', '.join(known)}")
+    for word in chosen:
+        one_of(word, known, option)
     if not chosen:
         refuse(option, f"{text!r} names nothing; it takes {', '.join(known)}")
     return list(dict.fromkeys(chosen))
+
+
+def one_of(word: str, known: Mapping[str, Any] | tuple[str, ...], option: str) -> str:
+    """``word``, which has to be known."""
+    if word not in known:
+        refuse(option, f"{word!r} is not one of {', '.join(known)}")
+    return word
 
 
 def gemm_names(text: str | None) -> list[str]:
