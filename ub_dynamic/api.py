@@ -16,8 +16,9 @@ from .agreement import PolicyArgument, agree, check_defaults, check_group_argume
 from .backends.protocol import Alternatives, Backend
 from .board import RankBoard
 from .errors import UBStateError, UBUnsupportedError
-from .groups import Group, tensor_parallel_group
+from .groups import Group, TorchGroup, tensor_parallel_group
 from .manager import Check, Manager
+from .readiness import Readiness
 from .reports import ShapeReport
 from .scopes import Microbatch
 from .shapes import Shape
@@ -77,19 +78,21 @@ def initialize_ub(
     check_group_arguments(tp_size, tp_group)
     group = tensor_parallel_group(tp_size, None if te else tp_group, "gloo" if te else bootstrap_backend)
     made: Backend | None = None
+    world = group.world if te and isinstance(group, TorchGroup) else None
     try:
         options = {"dtype": dtype, "ub_cfgs": ub_cfgs, "quantization_modes": quantization_modes, "check": check}
         tes = {"use_fp8": use_fp8 or None, "with_cublasmp": with_cublasmp or None}
         asked = {**options, **tes, "bootstrap_backend": bootstrap_backend, "auto": auto, "timeout": timeout}
-        capacity, chosen = agree(group, shape, tp_size, te, asked, policy, tp_group)
-        alternatives = None if chosen is None else chosen.configurations()
-        board = RankBoard(group, timeout_s=timeout) if check != "never" and group.size > 1 else None
-        if te:
-            te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
-            made = _create_te(capacity, tp_size, *te_arguments, group, board, alternatives=alternatives)
-            _te_names().hold(_destroy_te)
-        else:
-            made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout, alternatives)
+        with Readiness(world) as ready:
+            capacity, chosen = agree(group, shape, tp_size, te, asked, policy, tp_group)
+            alternatives = None if chosen is None else chosen.configurations()
+            board = RankBoard(group, timeout_s=timeout) if check != "never" and group.size > 1 else None
+            if te:
+                te_arguments = (use_fp8, quantization_modes, dtype, ub_cfgs, bootstrap_backend, with_cublasmp)
+                made = _create_te(capacity, tp_size, *te_arguments, group, board, alternatives, ready.confirm)
+                _te_names().hold(_destroy_te)
+            else:
+                made = _create_host(capacity, tp_size, dtype, ub_cfgs, group, board, timeout, alternatives)
         _manager = Manager(
             made, capacity, board=board, check=check, guard=guard, auto=auto, timeout_s=timeout, policy=chosen
         )
@@ -126,10 +129,10 @@ def _create_host(
     return create_host_backend(capacity, tp_size, dtype, ub_cfgs, group, board, timeout_s, alternatives)
 
 
-def _create_te(*args: Any, **options: Any) -> Backend:
+def _create_te(*args: Any) -> Backend:
     from .backends.te import create_te_backend
 
-    return create_te_backend(*args, **options)
+    return create_te_backend(*args)
 
 
 def _te_names() -> ModuleType:

@@ -36,6 +36,12 @@ def setup_timeout_s() -> float:
     return max(60.0, default_timeout_s())
 
 
+def bootstrap_timeout_s() -> float:
+    """Seconds that a wait for other nodes may take before TE's constructors: more than one needs to compile the native
+    file."""
+    return max(300.0, default_timeout_s())
+
+
 def timeout_seconds(given: float | None, default: Callable[[], float] = default_timeout_s) -> float:
     """``given``, or the default without it; :class:`UBStateError` for what is no positive, finite number."""
     return default() if given is None else check_seconds("timeout_s", given)
@@ -135,15 +141,21 @@ _TAG = 21211  # any tag that a private communicator does not use otherwise
 class TorchGroup:
     """A group over a torch.distributed process group (gloo on the host, else the group's own backend).
 
-    ``owned``: :meth:`close` destroys it, else the caller does.
+    ``owned``: :meth:`close` destroys it, else the caller does. ``world``: all ranks, where this group was cut out of
+    more; closed with it, or before.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None, *, owned: bool = False
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        *,
+        owned: bool = False,
+        world: TorchGroup | None = None,
     ) -> None:
         import torch.distributed as dist
 
-        self.process_group, self._owned = process_group, owned
+        self.process_group, self._owned, self.world = process_group, owned, world
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.timeout_s = timeout_seconds(timeout_s, setup_timeout_s)
@@ -158,9 +170,18 @@ class TorchGroup:
     def barrier(self, what: str) -> None:
         self.allgather(None, what)
 
+    def meet(self, what: str, timeout_s: float) -> None:
+        """A barrier (gloo only) with a timeout of its own, whose error names the ranks that are missing."""
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=timeout_s)
+        self._timed(what, lambda: dist.monitored_barrier(self.process_group, limit, wait_all_ranks=True))
+
     def close(self) -> None:
         import torch.distributed as dist
 
+        if self.world is not None:
+            self.world.close()
         if self._owned and dist.is_initialized():
             self._owned = False
             dist.destroy_process_group(self.process_group)
@@ -249,7 +270,9 @@ def _contiguous_torch_group(tp_size: int) -> Group:
     sizes: list[Any] = [None] * world
     everyone = dist.new_group(backend="gloo", timeout=timeout)
     dist.all_gather_object(sizes, tp_size, group=everyone)
-    dist.destroy_process_group(everyone)
+    in_parts = len({*sizes}) == 1 and 0 < tp_size < world and world % tp_size == 0
+    if not in_parts:
+        dist.destroy_process_group(everyone)
     _check_same(sizes)
     _check_world(world, tp_size)
     mine = None
@@ -258,7 +281,7 @@ def _contiguous_torch_group(tp_size: int) -> Group:
         group = dist.new_group(list(members), backend="gloo", timeout=timeout)  # every rank makes every group
         if rank in members:
             mine = group
-    return TorchGroup(mine, owned=True)
+    return TorchGroup(mine, owned=True, world=TorchGroup(everyone, owned=True) if in_parts else None)
 
 
 def _leave_torch() -> None:

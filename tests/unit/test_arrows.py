@@ -43,6 +43,7 @@ ARROWS = {
     "ranks": BASE,
     "groups": RANKS,
     "board": RANKS,
+    "readiness": RANKS,
     "backends": set(),
     "backends.protocol": ARITHMETIC | {"overlap"},
     "backends.names": ARITHMETIC | {"overlap"},
@@ -58,7 +59,8 @@ ARROWS = {
     "cp": PACKED | RANKS,
     "pipeline": PACKED | RANKS | {"batches"},
     "agreement": BACKEND | {"manager", "modes", "policy", "policy_difference", "tuning_table"},
-    "api": BACKEND | {"agreement", "manager", "reports", "scopes", "packing", "backends.host", "backends.te"},
+    "api": BACKEND
+    | {"agreement", "manager", "readiness", "reports", "scopes", "packing", "backends.host", "backends.te"},
     "advise": PACKED | {"input_file", "overlap", "policy", "tuning_table", "backends.protocol", "backends.names"},
     "integrations": PACKED | {"api", "cp", "backends.te"},
     "bench": None,  # measures everything

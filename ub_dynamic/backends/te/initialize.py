@@ -8,7 +8,7 @@ import inspect
 import logging
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
-from ...groups import Group, default_timeout_s
+from ...groups import Group, bootstrap_timeout_s
 from ...shapes import Shape
 from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
 from ..protocol import Alternatives
@@ -35,7 +35,6 @@ from .shutdown import Bootstrap, destroy_objects
 
 logger = logging.getLogger("ub_dynamic")
 _MINIMUM = (2, 10)
-_BOOTSTRAP_TIMEOUT_S = 300.0  # more than a slow node needs to compile the native file
 
 
 def create_te_backend(
@@ -50,6 +49,7 @@ def create_te_backend(
     group: Group,
     board: RankBoard | None = None,
     alternatives: Alternatives | None = None,
+    confirm: Callable[[], None] = lambda: None,
 ) -> TEBackend:
     """The arguments are those of TE's ``initialize_ub``; ``group`` is the TP group on the host, ``board``
     its rank board, whose fast path becomes native.
@@ -58,7 +58,8 @@ def create_te_backend(
     communicators are made all the same and stay at capacity. Without ``bootstrap_backend`` gloo is taken, else
     NCCL: never MPI, which TE prefers and which ends ranks that no mpirun started.
 
-    ``alternatives``: what a policy may choose for each GEMM. It needs the native file, and BF16 alone.
+    ``alternatives``: what a policy may choose for each GEMM. It needs the native file, and BF16 alone. ``confirm`` is
+    called before TE's own function, in which every rank of the world waits for every other.
 
     Raises :class:`UBStateError` if TE is initialised already, the :class:`UBShapeError` family,
     :class:`UBUnsupportedError`, and what TE raises; TE can be initialised again afterwards.
@@ -86,6 +87,7 @@ def create_te_backend(
     native, reason = _load_native(group)
     if arrangement is not None and native is None:
         raise UBUnsupportedError(f"a policy needs the native file: {reason}")
+    confirm()
     bootstrap, plans = Bootstrap(), None
     try:
         with _kept(bootstrap):
@@ -218,7 +220,7 @@ def _kept(bootstrap: Bootstrap) -> Iterator[None]:
     """
     import transformer_engine_torch as tex
 
-    limit = timedelta(seconds=max(_BOOTSTRAP_TIMEOUT_S, default_timeout_s()))
+    limit = timedelta(seconds=bootstrap_timeout_s())
 
     def keep(original: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:
