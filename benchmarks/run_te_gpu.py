@@ -57,16 +57,19 @@ def _megatron(result: str, ranks: int, *more: str) -> Part:
 
 
 def _tp_step(hidden: int, tp: int, seconds: str) -> Part:
-    """The steps of te_step for another H. Its smallest T is one at which the GPU is the limit, not the host."""
+    """The steps of te_step for another H, of zeros: at H = 8192 a GPU is at its power limit otherwise. The smallest T
+    is one at which the GPU is the limit, not the host."""
     name = f"tp_step_h{hidden}"
     more = (
         "--capacity",
-        str(65536 if hidden < 4096 else 16384),
+        str(131072 if hidden < 4096 else 16384),
         "--hidden",
         str(hidden),
         "--seconds",
         seconds,
         "--steps-alone",
+        "--operands",
+        "zeros",
         "--name",
         name,
     )

@@ -107,6 +107,15 @@ def test_one_communicator_alone(module: Any) -> None:
     assert (registry.active(0), registry.active(1)) == (64, 32)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_nothing_stands_behind_the_dimensions_of_a_shape(module: Any, ring: bool) -> None:
+    comm = fakes.communicator(ring, (64, 32), 2)
+    registry = module.Registry()
+    registry.add(comm, 64)
+    registry.apply(32)
+    assert fakes.helper().behind_shapes(comm) == []
+
+
 def test_a_dead_communicator_is_never_touched(module: Any) -> None:
     alive = fakes.communicator(False, (64, 32), 2)
     doomed = fakes.communicator(False, (64, 32), 2)

@@ -205,6 +205,9 @@ class TEFactory:
         sets = Sets(world, capacity, hidden, None)  # TE wants UserBuffers before it makes a layer that overlaps
         with_overlap = (True, False) if none else (True,)
         self._layers = {on: build(self._kind, OVERLAPS["default"], hidden, world, on) for on in with_overlap}
+        if zeros:
+            for parameter in (each for layer in self._layers.values() for each in layer.parameters()):
+                parameter.data.zero_()
         steps = TESteps(world, sets, self._layers, self._operands, self._kind)
         for tokens in (capacity, capacity // 2, capacity // 4):  # TE's fused functions are compiled, for other T too
             for arm in ("dynamic", "none") if none else ("dynamic",):

@@ -10,9 +10,9 @@ interval; the figures are the largest of these medians. ``*_blocks_ms``: every b
 ``rebuild``: the exact step and ``initialize_ub`` with ``destroy_ub`` before it.
 
 Random operands take a large GPU to its power limit, where its clocks, and every step, go up and down by several
-percent. Of zeros it multiplies faster, at its highest clock, so that a ratio can be told to a tenth of a percent
-(Horace He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data!", 2024); what a dynamic
-step adds weighs more there, since the step is shorter.
+percent. Of zeros (inputs, gradients and weights) it multiplies faster, at a higher and steadier clock, so that a ratio
+can be told to a few tenths of a percent (Horace He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given
+Predictable Data!", 2024); what a dynamic step adds weighs more there, since the step is shorter.
 """
 
 from __future__ import annotations

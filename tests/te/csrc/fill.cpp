@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Test helper: gives default-constructed communicator objects of the real library what their constructors give them
 // on a GPU (TE's comm_gemm_overlap.cpp), over ordinary memory.
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <vector>
+
 #include "members.h"
 
 namespace py = pybind11;
@@ -49,7 +54,27 @@ void fill(py::object communicator, size_t address, size_t tokens, size_t hidden,
   core.*Core::ubuf = te::TensorWrapper(data, std::vector<size_t>{rows, hidden}, dtype);
 }
 
+// What stands behind the dimensions of a communicator's buffer and of its chunks, where nothing should.
+std::vector<size_t> behind_shapes(py::object communicator) {
+  Handle handle(communicator);
+  std::vector<size_t> found;
+  const auto look = [&found](const te::TensorWrapper &tensor) {
+    const auto shape = tensor.shape();
+    for (size_t i = shape.ndim; i < std::size(shape.data); ++i) {
+      if (shape.data[i] != 0) found.push_back(shape.data[i]);
+    }
+  };
+  look(handle.core->*Core::ubuf);
+  if (handle.p2p != nullptr) {
+    for (const auto &chunk : handle.p2p->*P2P::chunks) look(chunk);
+  }
+  return found;
+}
+
 }  // namespace
 }  // namespace ub_dynamic
 
-PYBIND11_MODULE(fill, m) { m.def("fill", &ub_dynamic::fill); }
+PYBIND11_MODULE(fill, m) {
+  m.def("fill", &ub_dynamic::fill);
+  m.def("behind_shapes", &ub_dynamic::behind_shapes);
+}
