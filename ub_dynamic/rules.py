@@ -16,6 +16,7 @@ pipeline RS                    H*b % (16*num_splits) == 0, N*b/num_splits >= 128
 ring AG, copy engines          c*b*(tp-1) < 2^31 (32-bit byte offsets)
 ring AG, SM copies             c*b % 16 == 0, num_sm == 1, c*b*(tp-1) < 2^31
 ring RS                        c % 32 == 0, c*b*(2*tp-2) < 2^31
+whose kernels take num_sm      1 <= num_sm <= 32: all but rings with copy engines
 =============================  ==================================================================
 """
 
@@ -33,6 +34,7 @@ from .shapes import CommSpec
 
 KERNEL_TP_SIZES = (2, 4, 8, 16, 32)  # the collective kernels are instantiated for these only
 INT32_LIMIT = 2**31
+_MAX_SMS = 32  # blocks that the kernels count (NVTE_MAX_SMS); with more they signal before the last one is done
 _LINE_BYTES = 16  # an int4 load
 _REDUCE_ELEMENTS = 32  # elements a thread of the ring reduction takes
 _MINIMUM_BYTES = 128  # collectives on fewer than 64 two-byte elements return without communicating
@@ -95,6 +97,11 @@ def check_spec(spec: CommSpec) -> None:
     for count, setting in ((spec.num_splits, "num_splits"), (spec.num_sm, "num_sm")):
         if count < 1:
             raise UBShapeError(f"{where}: {setting} = {count} must be at least 1; the next valid value is 1")
+    if _kernels_take_sms(spec) and spec.num_sm > _MAX_SMS:
+        raise UBShapeError(
+            f"{where}: num_sm = {spec.num_sm}, but TE's kernels take at most {_MAX_SMS}; the next valid value is "
+            f"{_MAX_SMS}"
+        )
     hidden, line = spec.capacity[1], _LINE_BYTES // kernel_itemsize(spec.dtype)
     if spec.method == "pipeline" and hidden % (line * spec.num_splits):
         raise UBAlignmentError(
@@ -181,6 +188,10 @@ def kernel_itemsize(dtype: torch.dtype) -> int:
     """Bytes an element as TE's kernels see it: 1 for FP8 (uint8) buffers, else BF16's 2, also for the
     float32 that only the host backend takes (so that a script's shapes stay valid on a GPU)."""
     return 1 if dtype.itemsize == 1 else 2
+
+
+def _kernels_take_sms(spec: CommSpec) -> bool:
+    return spec.method in ("bulk", "pipeline") or (spec.method == "ring_exchange" and not spec.use_ce)
 
 
 def _local_unit(spec: CommSpec) -> int:

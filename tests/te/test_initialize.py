@@ -145,7 +145,11 @@ ONE_BLOCK = {"num_splits": 1}
             UBAlignmentError,
             r"capacity \[34, 8\]: qkv_dgrad .* multiple of 16 .*; the next valid capacity is \[36, 8\]",
         ),
-        ({"ub_cfgs": {"qkv_wgrad": {"num_sm": 33}}}, UBShapeError, "qkv_wgrad: num_sm = 33, .* at most 32; .* 32$"),
+        (
+            {"ub_cfgs": {"qkv_wgrad": {"num_sm": 33}}},
+            UBShapeError,
+            r"qkv_wgrad \(bulk rs\): num_sm = 33, .* at most 32; .* 32$",
+        ),
         (
             {"quantization_modes": [NONE, FP8], "ub_cfgs": {"qkv_dgrad": {"method": "ring_exchange"}}},
             UBUnsupportedError,

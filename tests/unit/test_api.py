@@ -318,6 +318,7 @@ class TestPolicy:
         ),
         ({"ub_cfgs": {"fc1_dgrad": {"num_sm": torch.tensor(4.5)}}}, ub.UBShapeError, "fc1_dgrad: num_sm = tensor"),
         ({"ub_cfgs": {"fc2_fprop": {"num_splits": None}}}, ub.UBShapeError, "fc2_fprop: num_splits = None: it is a"),
+        ({"ub_cfgs": {"fc1_dgrad": {"num_sm": 33}}}, ub.UBShapeError, "num_sm = 33, .* the next valid value is 32"),
         ({"shape": [126, 64]}, ub.UBAlignmentError, r"T = 126 .*; the next valid capacity is \[128, 64\]"),
     ],
 )

@@ -24,7 +24,7 @@ from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
 from ..protocol import Alternatives
 from . import hazards
 from . import native as native_file
-from .alternatives import arrange, check_sms, construct
+from .alternatives import arrange, construct
 from .backend import TEBackend
 from .build import find_te
 from .communicators import Communicator, communicator_name, read_communicators
@@ -73,11 +73,8 @@ def create_te_backend(
     for mode, cfg in zip(modes, cfgs, strict=True):
         quantised = mode != base.UserBufferQuantizationMode.NONE
         # raises for what TE or its kernels would not take
-        specs = resolve_specs(capacity, tp_size, dtype, cfg, quantised=quantised)
+        resolve_specs(capacity, tp_size, dtype, cfg, quantised=quantised)
         if not with_cublasmp:
-            for spec in specs:
-                if spec.method in ("bulk", "pipeline"):  # a ring copies by copy engines
-                    check_sms(spec.name, spec.num_sm)
             hazards.refuse_pipelined_dgrad(quantised, cfg)
     arrangement = None
     if alternatives:
