@@ -339,6 +339,23 @@ def test_the_timeout_bounds_the_waits_of_the_board_too(backend: FakeBackend, mon
         ub.initialize_ub([128, 64], 4, backend="host", timeout=3.5)
 
 
+def test_every_mode_is_checked_before_the_others_are_told() -> None:
+    options = {"dtype": torch.bfloat16, "check": "never", "timeout": None, "auto": False}
+    none, fp8 = SimpleNamespace(value="none"), SimpleNamespace(value="fp8")
+    ring = {"qkv_dgrad": {"method": "ring_exchange"}}
+    for modes, cfgs, error, words in [
+        ([fp8, none], [{}, {"proj_fprop": {"num_sm": 33}}], ub.UBShapeError, "proj_fprop .*num_sm = 33"),
+        ([none, fp8], [{}, {"fc2_fprop": {"num_splits": 3}}], ub.UBAlignmentError, "num_splits = 24"),
+        ([none, fp8], [{}], ub.UBShapeError, "1 entries for 2 quantization modes"),
+        ([fp8, fp8], None, ub.UBShapeError, "names a mode twice"),
+        ([none, fp8], ring, ub.UBUnsupportedError, "in one quantization mode only"),
+        (["fp8"], None, ub.UBUnsupportedError, r"quantization_modes = \['fp8'\]: it is a list of TE's UserBufferQ"),
+        (fp8, None, ub.UBUnsupportedError, "quantization_modes = .*: it is a list of TE's UserBufferQ"),
+    ]:
+        with pytest.raises(error, match=words):
+            agree(FakeGroup(), [128, 64], 4, True, {**options, "quantization_modes": modes, "ub_cfgs": cfgs}, None)
+
+
 def test_an_fp8_mode_is_bounded_by_its_own_buffers() -> None:
     """At this size a ring all-gather of BF16 passes 32-bit offsets, one of FP8 does not."""
     options = {"dtype": torch.bfloat16, "ub_cfgs": None, "check": "never", "timeout": None, "auto": False}

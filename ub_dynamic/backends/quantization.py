@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``initialize_ub`` is asked to make in each of TE's quantization modes.
+
+Source: ``initialize_ub`` in Transformer Engine's ``pytorch/module/base.py`` (2.10 to 2.20).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import UBShapeError, UBUnsupportedError
+from ..shapes import CommSpec, Shape
+from .names import DGRAD_REDUCE_SCATTER, check_cfgs, resolve_specs
+
+NONE, FP8 = "none", "fp8"  # the values of TE's UserBufferQuantizationMode
+Cfgs = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One quantization mode. ``cfgs``: its ``ub_cfgs``, without the names that map to None, as Megatron's presets have
+    them: those keep their defaults. ``specs``: the communicators that TE makes of it."""
+
+    value: str
+    cfgs: Cfgs | None
+    specs: tuple[CommSpec, ...]
+
+    @property
+    def quantised(self) -> bool:
+        return self.value != NONE
+
+
+def resolve_modes(
+    shape: Shape,
+    tp: int,
+    dtype: torch.dtype,
+    ub_cfgs: Any = None,
+    quantization_modes: Any = None,
+    use_fp8: bool = False,
+) -> tuple[Mode, ...]:
+    """The modes in the order in which ``initialize_ub`` makes them.
+
+    The arguments are TE's: ``ub_cfgs`` is one mapping for all modes or a sequence of one each; without
+    ``quantization_modes`` there is one mode, chosen by ``use_fp8``. Raises :class:`UBUnsupportedError` for modes that
+    TE does not have and what it cannot do in several, and what :func:`~ub_dynamic.backends.names.resolve_specs` raises.
+    """
+    values = mode_values(quantization_modes, use_fp8)
+    every = mode_cfgs(ub_cfgs, len(values))
+    return tuple(
+        Mode(value, cfgs, resolve_specs(shape, tp, dtype, cfgs, quantised=value != NONE))
+        for value, cfgs in zip(values, every, strict=True)
+    )
+
+
+def mode_values(quantization_modes: Any, use_fp8: bool) -> tuple[str, ...]:
+    """``"none"`` or ``"fp8"`` for each mode that is asked for."""
+    if not quantization_modes:
+        return (FP8 if use_fp8 else NONE,)
+    listed = isinstance(quantization_modes, Sequence)
+    values: tuple[Any, ...] = tuple(getattr(mode, "value", None) for mode in quantization_modes) if listed else (None,)
+    if not set(values) <= {NONE, FP8}:
+        raise UBUnsupportedError(
+            f"quantization_modes = {quantization_modes!r}: it is a list of TE's UserBufferQuantizationMode.NONE and "
+            ".FP8"
+        )
+    if len(set(values)) != len(values):
+        raise UBShapeError(
+            f"quantization_modes {[str(mode) for mode in quantization_modes]} names a mode twice: TE would replace the "
+            "first communicators by the second, and the destructor of the first ones takes the shared communicator "
+            "along"
+        )
+    return values
+
+
+def mode_cfgs(ub_cfgs: Any, count: int) -> list[Cfgs | None]:
+    """One checked configuration for each of ``count`` modes."""
+    listed = isinstance(ub_cfgs, Sequence) and not isinstance(ub_cfgs, str)
+    given = list(ub_cfgs) if listed else [ub_cfgs] * count
+    for cfgs in given:
+        check_cfgs(cfgs)
+    if len(given) != count:
+        raise UBShapeError(f"ub_cfgs has {len(given)} entries for {count} quantization modes")
+    every: list[Cfgs | None] = [
+        None if cfgs is None else {name: dict(cfg) for name, cfg in cfgs.items() if cfg is not None} for cfgs in given
+    ]
+    if sum(_reduces_dgrad(cfgs) for cfgs in every if cfgs) > 1:
+        raise UBUnsupportedError(
+            "TE's initialize_ub takes a dgrad reduce-scatter (a qkv_dgrad or fc1_dgrad that is not bulk) in one "
+            "quantization mode only: its tables are changed by the first and refuse the second"
+        )
+    return every
+
+
+def _reduces_dgrad(cfgs: Cfgs) -> bool:
+    return any(cfgs.get(name, {}).get("method", "bulk") != "bulk" for name in DGRAD_REDUCE_SCATTER)
