@@ -110,8 +110,9 @@ def resolve_specs(
     ``shape`` is the capacity ``[T_cap, H]``. ``ub_cfgs`` maps a layer name to TE's settings ``method``,
     ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (the other :data:`CFG_KEYS` are TE's alone and ignored
     here); a name that maps to None, as Megatron's presets have it, keeps its default. ``quantised``: of TE's mode FP8,
-    whose all-gathers have one byte an element. Raises :class:`UBShapeError`
-    for unknown names, settings and methods, and what :mod:`ub_dynamic.rules` refuses, at T = capacity too.
+    whose all-gathers have one byte an element, and pipelined reduce-scatters with ``fp8_buf``. Raises
+    :class:`UBShapeError` for unknown names, settings and methods, and what :mod:`ub_dynamic.rules` refuses, at
+    T = capacity too.
     """
     check_cfgs(ub_cfgs)
     cfgs = {name: cfg for name, cfg in (ub_cfgs or {}).items() if cfg is not None}
@@ -129,7 +130,7 @@ def resolve_specs(
     for name in LAYERS:
         if name not in absent:
             spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))
-            if quantised and spec.collective == "ag":
+            if quantised and (spec.collective == "ag" or _scatters_fp8(spec, cfgs.get(name, {}))):
                 spec = replace(spec, dtype=torch.uint8)
             check_spec(spec)
             specs.append(spec)
@@ -159,6 +160,12 @@ def _spec(name: str, shape: Shape, tp: int, dtype: torch.dtype, cfg: Mapping[str
         use_ce=bool(cfg.get("use_ce", True)),
         aggregate=bool(cfg.get("aggregate", False)),
     )
+
+
+def _scatters_fp8(spec: CommSpec, cfg: Mapping[str, Any]) -> bool:
+    """Whether TE heeds ``fp8_buf``: where a pipeline is the default, and in a dgrad that is set to one."""
+    method = spec.method if spec.name in DGRAD_REDUCE_SCATTER else LAYERS[spec.name][0]
+    return method == "pipeline" and bool(cfg.get("fp8_buf"))
 
 
 def overlap_specs(configured: Mapping[str, CommSpec], gemm: str, config: OverlapConfig) -> dict[str, CommSpec | None]:

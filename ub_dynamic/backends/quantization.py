@@ -23,7 +23,7 @@ Cfgs = Mapping[str, Mapping[str, Any]]
 @dataclass(frozen=True)
 class Mode:
     """One quantization mode. ``cfgs``: its ``ub_cfgs``, without the names that map to None, as Megatron's presets have
-    them: those keep their defaults. ``specs``: the communicators that TE makes of it."""
+    them: those keep their defaults. ``specs``: the communicators that TE makes."""
 
     value: str
     cfgs: Cfgs | None
@@ -32,6 +32,13 @@ class Mode:
     @property
     def quantised(self) -> bool:
         return self.value != NONE
+
+    @property
+    def pipelined_dgrads(self) -> tuple[str, ...]:
+        """The dgrads whose reduce-scatter is pipelined."""
+        return tuple(
+            spec.name for spec in self.specs if spec.name in DGRAD_REDUCE_SCATTER and spec.method == "pipeline"
+        )
 
 
 def resolve_modes(
@@ -49,11 +56,12 @@ def resolve_modes(
     TE does not have and what it cannot do in several, and what :func:`~ub_dynamic.backends.names.resolve_specs` raises.
     """
     values = mode_values(quantization_modes, use_fp8)
-    every = mode_cfgs(ub_cfgs, len(values))
-    return tuple(
-        Mode(value, cfgs, resolve_specs(shape, tp, dtype, cfgs, quantised=value != NONE))
-        for value, cfgs in zip(values, every, strict=True)
-    )
+    modes: list[Mode] = []
+    carried: dict[str, str] = {}
+    for value, cfgs in zip(values, mode_cfgs(ub_cfgs, len(values)), strict=True):
+        read = _carry(carried, value, cfgs or {})
+        modes.append(Mode(value, cfgs, resolve_specs(shape, tp, dtype, read, quantised=value != NONE)))
+    return tuple(modes)
 
 
 def mode_values(quantization_modes: Any, use_fp8: bool) -> tuple[str, ...]:
@@ -84,16 +92,31 @@ def mode_cfgs(ub_cfgs: Any, count: int) -> list[Cfgs | None]:
         check_cfgs(cfgs)
     if len(given) != count:
         raise UBShapeError(f"ub_cfgs has {len(given)} entries for {count} quantization modes")
-    every: list[Cfgs | None] = [
+    return [
         None if cfgs is None else {name: dict(cfg) for name, cfg in cfgs.items() if cfg is not None} for cfgs in given
     ]
-    if sum(_reduces_dgrad(cfgs) for cfgs in every if cfgs) > 1:
-        raise UBUnsupportedError(
-            "TE's initialize_ub takes a dgrad reduce-scatter (a qkv_dgrad or fc1_dgrad that is not bulk) in one "
-            "quantization mode only: its tables are changed by the first and refuse the second"
-        )
-    return every
 
 
-def _reduces_dgrad(cfgs: Cfgs) -> bool:
-    return any(cfgs.get(name, {}).get("method", "bulk") != "bulk" for name in DGRAD_REDUCE_SCATTER)
+def _carry(carried: dict[str, str], value: str, cfgs: Cfgs) -> Cfgs:
+    """What TE makes of ``cfgs`` in mode ``value``, after modes that left ``carried``: methods by dgrad, added to here.
+
+    TE notes a dgrad that reduce-scatters in tables of the whole call: later modes have it too, in a buffer of BF16.
+    """
+    read = dict(cfgs)
+    for name, method in carried.items():
+        own = cfgs.get(name, {})
+        if own.get("method", "bulk") != "bulk":
+            raise UBUnsupportedError(
+                f"{name}: TE's initialize_ub takes method {own['method']!r} in one quantization mode only, and the "
+                "modes after it have it too: leave the method out of their ub_cfgs"
+            )
+        if "method" in own and value == FP8:
+            raise UBUnsupportedError(
+                f"{name}: after a mode with method {method!r} TE makes its buffer in BF16, which a bulk all-gather in "
+                "FP8 refuses: give mode FP8 first"
+            )
+        read[name] = {"method": method, **own}
+    for name in DGRAD_REDUCE_SCATTER:
+        if (method := read.get(name, {}).get("method", "bulk")) != "bulk":
+            carried[name] = method
+    return read

@@ -20,7 +20,7 @@ from ...overlap import OverlapConfig
 from ...shapes import CommSpec, Shape
 from ..names import DGRAD_REDUCE_SCATTER, GEMM_METHODS, LAYERS, overlap_specs, registered_specs, resolve_specs
 from ..protocol import Alternatives
-from .hazards import refuse_pipelined_dgrad
+from .hazards import refuse_pipelined
 from .shutdown import Bootstrap
 
 Settings = Mapping[str, Any]  # TE's words, as in ``ub_cfgs``
@@ -157,7 +157,8 @@ def te_words(config: OverlapConfig) -> dict[str, Any]:
 def check(gemm: str, config: OverlapConfig, specs: Mapping[str, CommSpec]) -> None:
     """Raise for what TE or its kernels would not do: :class:`UBUnsupportedError` or :class:`UBShapeError`."""
     overlap_specs(specs, gemm, config)
-    refuse_pipelined_dgrad(False, {gemm: {"method": config.method}})
+    if config.method == "pipeline":
+        refuse_pipelined(gemm, quantised=False)
 
 
 def _gemm(name: str, configs: tuple[OverlapConfig, ...], cfgs: Cfgs, specs: Mapping[str, CommSpec]) -> Gemm:

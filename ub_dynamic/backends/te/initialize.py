@@ -74,7 +74,8 @@ def create_te_backend(
     cfgs = [mode.cfgs for mode in modes]
     if not with_cublasmp:
         for mode in modes:
-            hazards.refuse_pipelined_dgrad(mode.quantised, mode.cfgs)
+            for name in mode.pipelined_dgrads:
+                hazards.refuse_pipelined(name, mode.quantised)
     arrangement = None
     if alternatives:
         _check_choosing(modes, with_cublasmp)
@@ -98,7 +99,8 @@ def create_te_backend(
             )
         if arrangement is not None and native is not None:
             construct(arrangement, _table(base), kinds[0], capacity, tp_size, dtype, native, bootstrap)
-        communicators = read_communicators(_table(base), capacity, tp_size, native, reason)
+        pipelined = [communicator_name((name, mode.value)) for mode in modes for name in mode.pipelined_dgrads]
+        communicators = read_communicators(_table(base), capacity, tp_size, native, reason, pipelined)
         registry, reason = _register(native, communicators, group)
         if reason:
             communicators = read_communicators(_table(base), capacity, tp_size, None, reason)
