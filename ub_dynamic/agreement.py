@@ -143,7 +143,9 @@ def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, A
     if tp_size == 1:
         mode_cfgs(ub_cfgs, len(mode_values(*modes)))
         return ()
-    return resolve_modes(capacity, tp_size, options["dtype"], ub_cfgs, *modes)[0].specs
+    with_cublasmp = bool(options.get("with_cublasmp"))
+    first, *_ = resolve_modes(capacity, tp_size, options["dtype"], ub_cfgs, *modes, with_cublasmp)
+    return () if with_cublasmp else first.specs  # a policy has nothing to choose there, as the backend will say
 
 
 def _resolve_policy(

@@ -10,7 +10,7 @@ them too, so that a script moves to GPUs unchanged.
 =============================  ==================================================================
 communicator                   rule (b bytes an element, N = T*H, c = N/tp)
 =============================  ==================================================================
-every one                      0 < T <= T_cap, T % tp == 0
+every one                      0 < T <= T_cap, T % tp == 0: all that overlaps without UserBuffers (cuBLASMp) need
 bulk AG, RS                    c*b % 16 == 0 (16-byte lines), N*b >= 128, N*b < 2^32, tp in 2..32
 pipeline RS                    H*b % (16*num_splits) == 0, N*b/num_splits >= 128, N*b < 2^32, tp in 2..32
 ring AG, copy engines          c*b*(tp-1) < 2^31 (32-bit byte offsets)
@@ -60,6 +60,11 @@ class TokenRule:
                 f"{self.maximum} tokens are possible"
             )
         return rounded
+
+
+def even_rule(capacity: int, tp: int) -> TokenRule:
+    """The T that ``tp`` ranks can share evenly."""
+    return TokenRule(tp, tp, capacity // tp * tp)
 
 
 def combine(rules: Iterable[TokenRule], capacity: int) -> TokenRule:
@@ -143,19 +148,25 @@ def check_capacity(specs: Iterable[CommSpec]) -> None:
             raise type(error)(f"capacity [{tokens}, {hidden}]: {error}; {valid}") from None
 
 
-def check_tokens(spec: CommSpec, tokens: int) -> None:
-    """Raise unless ``tokens`` is valid for this communicator; the text names value, rule and next valid T."""
-    hidden, tp = spec.capacity[1], spec.tp
-    where = f"{spec.name} ({spec.method} {spec.collective})"
+def check_even(where: str, tokens: int, capacity: int, tp: int, rule: TokenRule | None = None) -> None:
+    """Raise unless 0 < T <= ``capacity`` and T % tp == 0; the text begins with ``where`` and names value, rule and next
+    valid T, that of ``rule`` if there is more to heed."""
+    rule = rule or even_rule(capacity, tp)
     if tokens < 1:
-        raise UBShapeError(f"{where}: T = {tokens} must be positive; {_next_valid(spec, 1)}")
-    if tokens > spec.capacity[0]:
+        raise UBShapeError(f"{where}: T = {tokens} must be positive; {_next_valid(rule, 1)}")
+    if tokens > capacity:
         raise UBCapacityError(
-            f"{where}: T = {tokens} tokens exceed the capacity of {spec.capacity[0]} tokens; "
-            f"{_next_valid(spec, tokens)}"
+            f"{where}: T = {tokens} tokens exceed the capacity of {capacity} tokens; {_next_valid(rule, tokens)}"
         )
     if tokens % tp:
-        raise UBAlignmentError(f"{where}: T = {tokens} is not a multiple of tp = {tp}; {_next_valid(spec, tokens)}")
+        raise UBAlignmentError(f"{where}: T = {tokens} is not a multiple of tp = {tp}; {_next_valid(rule, tokens)}")
+
+
+def check_tokens(spec: CommSpec, tokens: int) -> None:
+    """Raise unless ``tokens`` is valid for this communicator; the text names value, rule and next valid T."""
+    hidden, tp, rule = spec.capacity[1], spec.tp, token_rule(spec)
+    where = f"{spec.name} ({spec.method} {spec.collective})"
+    check_even(where, tokens, spec.capacity[0], tp, rule)
     limit = _offset_limit(spec)
     if tokens > limit:
         raise UBCapacityError(
@@ -167,17 +178,16 @@ def check_tokens(spec: CommSpec, tokens: int) -> None:
     if local % unit:
         raise UBAlignmentError(
             f"{where}: T/tp * H = {local} elements a rank must be a multiple of {unit} (T = {tokens}, tp = {tp}, "
-            f"H = {hidden}); {_next_valid(spec, tokens)}"
+            f"H = {hidden}); {_next_valid(rule, tokens)}"
         )
     if tokens * hidden < _minimum_numel(spec):
         raise UBAlignmentError(
             f"{where}: T*H = {tokens * hidden} elements, but its kernel moves nothing below "
-            f"{_minimum_numel(spec)} elements; {_next_valid(spec, tokens)}"
+            f"{_minimum_numel(spec)} elements; {_next_valid(rule, tokens)}"
         )
 
 
-def _next_valid(spec: CommSpec, tokens: int) -> str:
-    rule = token_rule(spec)
+def _next_valid(rule: TokenRule, tokens: int) -> str:
     try:
         return f"the next valid T is {rule.round_up(tokens)}"
     except UBCapacityError:

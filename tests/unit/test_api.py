@@ -356,6 +356,16 @@ def test_every_mode_is_checked_before_the_others_are_told() -> None:
             agree(FakeGroup(), [128, 64], 4, True, {**options, "quantization_modes": modes, "ub_cfgs": cfgs}, None)
 
 
+def test_with_cublasmp_ranks_share_t_evenly_and_no_rule_of_userbuffers_is_asked() -> None:
+    options = {"dtype": torch.bfloat16, "ub_cfgs": None, "check": "never", "timeout": None, "auto": False}
+    with pytest.raises(ub.UBAlignmentError, match="H = 9 must be a multiple of 8"):
+        agree(FakeGroup(), [36, 9], 4, True, options, None)
+    options["with_cublasmp"] = True
+    assert agree(FakeGroup(), [36, 9], 4, True, options, None) == ((36, 9), None)
+    with pytest.raises(ub.UBAlignmentError, match="T = 34 .* tp = 4; the next valid T is 36"):
+        agree(FakeGroup(), [34, 9], 4, True, options, None)
+
+
 def test_an_fp8_mode_is_bounded_by_its_own_buffers() -> None:
     """At this size a ring all-gather of BF16 passes 32-bit offsets, one of FP8 does not."""
     options = {"dtype": torch.bfloat16, "ub_cfgs": None, "check": "never", "timeout": None, "auto": False}

@@ -48,6 +48,7 @@ def resolve_modes(
     ub_cfgs: Any = None,
     quantization_modes: Any = None,
     use_fp8: bool = False,
+    with_cublasmp: bool = False,
 ) -> tuple[Mode, ...]:
     """The modes in the order in which ``initialize_ub`` makes them.
 
@@ -59,8 +60,9 @@ def resolve_modes(
     modes: list[Mode] = []
     carried: dict[str, str] = {}
     for value, cfgs in zip(values, mode_cfgs(ub_cfgs, len(values)), strict=True):
-        read = _carry(carried, value, cfgs or {})
-        modes.append(Mode(value, cfgs, resolve_specs(shape, tp, dtype, read, quantised=value != NONE)))
+        read = _carry(carried, value, cfgs or {}, "ring_exchange" if with_cublasmp else "bulk")
+        specs = resolve_specs(shape, tp, dtype, read, quantised=value != NONE, cublasmp=with_cublasmp)
+        modes.append(Mode(value, cfgs, specs))
     return tuple(modes)
 
 
@@ -97,8 +99,9 @@ def mode_cfgs(ub_cfgs: Any, count: int) -> list[Cfgs | None]:
     ]
 
 
-def _carry(carried: dict[str, str], value: str, cfgs: Cfgs) -> Cfgs:
+def _carry(carried: dict[str, str], value: str, cfgs: Cfgs, default: str) -> Cfgs:
     """What TE makes of ``cfgs`` in mode ``value``, after modes that left ``carried``: methods by dgrad, added to here.
+    ``default``: the method of a dgrad that is not configured.
 
     TE notes a dgrad that reduce-scatters in tables of the whole call: later modes have it too, in a buffer of BF16.
     """
@@ -110,13 +113,15 @@ def _carry(carried: dict[str, str], value: str, cfgs: Cfgs) -> Cfgs:
                 f"{name}: TE's initialize_ub takes method {own['method']!r} in one quantization mode only, and the "
                 "modes after it have it too: leave the method out of their ub_cfgs"
             )
-        if "method" in own and value == FP8:
+        if "method" in own and value == FP8 and default == "bulk":
             raise UBUnsupportedError(
                 f"{name}: after a mode with method {method!r} TE makes its buffer in BF16, which a bulk all-gather in "
                 "FP8 refuses: give mode FP8 first"
             )
+        if "method" not in own:
+            read.pop(DGRAD_REDUCE_SCATTER[name], None)  # nothing uses it
         read[name] = {"method": method, **own}
     for name in DGRAD_REDUCE_SCATTER:
-        if (method := read.get(name, {}).get("method", "bulk")) != "bulk":
+        if (method := read.get(name, {}).get("method", default)) != "bulk":
             carried[name] = method
     return read

@@ -23,14 +23,12 @@ from ...shapes import Collective, CommSpec, Method, Shape
 from ..names import LAYERS
 
 Key = tuple[str, Any]  # TE's: (layer name, UserBufferQuantizationMode)
-CUBLASMP = "cuBLASMp takes the size of every overlap from its operands, so any T works as it is"
+CUBLASMP = "cuBLASMp takes the size of every overlap from its operands: any T that tp divides works as it is"
 
 
 @dataclass(frozen=True, eq=False)
 class Communicator:
-    """One communicator object, held weakly. ``spec`` is None, and ``skipped`` says why, if it stays at
-    capacity.
-    """
+    """One communicator object, held weakly. ``spec`` is None, and ``skipped`` says why, if it has no active shape."""
 
     name: str
     reference: weakref.ref[Any]

@@ -27,7 +27,7 @@ from . import native as native_file
 from .alternatives import arrange, construct
 from .backend import TEBackend
 from .build import find_te
-from .communicators import Communicator, communicator_name, read_communicators
+from .communicators import CUBLASMP, Communicator, communicator_name, read_communicators
 from .install import stock
 from .patches import Patches
 from .plans import Plans
@@ -69,7 +69,7 @@ def create_te_backend(
         raise UBStateError("TE's UserBuffers are already initialised, not by this package: call te.destroy_ub")
     _check_topology(tp_size, group)
     # raises for what TE or its kernels would not take
-    modes = resolve_modes(capacity, tp_size, dtype, ub_cfgs, quantization_modes, use_fp8)
+    modes = resolve_modes(capacity, tp_size, dtype, ub_cfgs, quantization_modes, use_fp8, with_cublasmp)
     kinds = [base.UserBufferQuantizationMode(mode.value) for mode in modes]
     cfgs = [mode.cfgs for mode in modes]
     if not with_cublasmp:
@@ -257,4 +257,5 @@ def _log(backend: TEBackend) -> None:
         logger.info("follow the active shape: %s", ", ".join(backend.specs))
     for reason in sorted(set(backend.skipped.values())):
         names = ", ".join(name for name, why in backend.skipped.items() if why == reason)
-        logger.log(logging.INFO if backend.specs else logging.WARNING, "stay at capacity: %s: %s", names, reason)
+        what = "take T from their operands" if reason == CUBLASMP else "stay at capacity"
+        logger.log(logging.WARNING if backend.capacity_only else logging.INFO, "%s: %s: %s", what, names, reason)
