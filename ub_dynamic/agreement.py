@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .backends.names import AUTO_EXCLUDES_POLICY, GEMM_METHODS, check_choices, registered_specs
-from .backends.quantization import mode_cfgs, mode_values, resolve_modes
+from .backends.quantization import is_by_mode, mode_cfgs, mode_values, resolve_modes
 from .errors import UBDynamicError, UBRankMismatchError, UBShapeError, UBUnsupportedError
 from .groups import Group
 from .manager import check_arguments
@@ -138,7 +138,7 @@ def _text(error: BaseException) -> str:
 def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, Any]) -> tuple[CommSpec, ...]:
     """The communicators as ``ub_cfgs`` configures them, all modes checked; of several modes, those of the first."""
     ub_cfgs, modes = options["ub_cfgs"], (options.get("quantization_modes"), bool(options.get("use_fp8")))
-    if isinstance(ub_cfgs, Sequence) and not isinstance(ub_cfgs, str) and not te:
+    if is_by_mode(ub_cfgs) and not te:
         raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
     if tp_size == 1:
         mode_cfgs(ub_cfgs, len(mode_values(*modes)))

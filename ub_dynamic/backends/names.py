@@ -132,8 +132,7 @@ def resolve_specs(
                 )
             absent.add(wgrad)
     if cublasmp:
-        cfgs = _of_cublasmp(cfgs)
-        absent = _WGRADS
+        cfgs, absent = _of_cublasmp(cfgs), _WGRADS
     for name in LAYERS:
         if name not in absent:
             spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))

@@ -86,10 +86,14 @@ def mode_values(quantization_modes: Any, use_fp8: bool) -> tuple[str, ...]:
     return values
 
 
+def is_by_mode(ub_cfgs: Any) -> bool:
+    """Whether ``ub_cfgs`` is a sequence of one mapping a mode, not one for all of them."""
+    return isinstance(ub_cfgs, Sequence) and not isinstance(ub_cfgs, str)
+
+
 def mode_cfgs(ub_cfgs: Any, count: int) -> list[Cfgs | None]:
     """One checked configuration for each of ``count`` modes."""
-    listed = isinstance(ub_cfgs, Sequence) and not isinstance(ub_cfgs, str)
-    given = list(ub_cfgs) if listed else [ub_cfgs] * count
+    given = list(ub_cfgs) if is_by_mode(ub_cfgs) else [ub_cfgs] * count
     for cfgs in given:
         check_cfgs(cfgs)
     if len(given) != count:
