@@ -21,10 +21,10 @@ from ub_dynamic.bench.report import Report
 from ub_dynamic.bench.start import EVENTS, Ended, collect
 from ub_dynamic.bench.worlds import TEWorld, World
 from ub_dynamic.modes import gpu_mode, ranks_apart, ranks_on_one_gpu
-from ub_dynamic.testing.one_gpu import active_ranks, signals_as_exit
+from ub_dynamic.testing.one_gpu import active_ranks, exit_status, signals_as_exit
 from ub_dynamic.testing.results import write_result
 
-SIGNALLED = [128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]  # statuses of ended runs
+SIGNALLED = [exit_status(-number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]  # of ended runs
 
 Row = dict[str, Any]
 Measure = Callable[[Any, argparse.Namespace, Callable[[Mapping[str, Any]], None]], None]
@@ -81,10 +81,8 @@ def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool, gpus:
     try:
         with signals_as_exit():
             ended = collect(command, mode, tp, timeout_s, events.append, mps=mps, output=output)
-    except KeyboardInterrupt:
-        ended = Ended(128 + signal.SIGINT, tuple(events), "")
-    except SystemExit as signalled:
-        ended = Ended(int(signalled.code or 0), tuple(events), "")
+    except (KeyboardInterrupt, SystemExit) as signalled:
+        ended = Ended(exit_status(signalled), tuple(events), "")
     return ended.status, ended.rows
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ub_dynamic.testing.marked import new_mark
 from ub_dynamic.testing.mps import CONTROL, Keeper
+from ub_dynamic.testing.one_gpu import TIMED_OUT, exit_status
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_S = 15.0  # a part is not started with less time than this
@@ -167,7 +168,7 @@ class Runner:
             _wait_for_group(one.process)
             self._running.remove(one)
             one.gpu.free += one.part.slots
-            code = 124 if late else one.process.returncode
+            code = TIMED_OUT if late else exit_status(one.process.returncode)
             self._told(Ended(one.part, code, time.monotonic() - one.begin, one.log))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import _one_gpu
 
 from ub_dynamic.modes import gpu_mode
-from ub_dynamic.testing.one_gpu import OneGpu, run
+from ub_dynamic.testing.one_gpu import OneGpu, exit_status, run
 from ub_dynamic.testing.results import write_result
 from ub_dynamic.testing.te_layers import OVERLAPS
 from ub_dynamic.testing.te_world import World
@@ -91,8 +91,8 @@ def check(tp: int, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         code = run(command, OneGpu(tp, timeout_s=timeout_s, env=environment), output).returncode
-    except SystemExit as ended:  # by a signal
-        code = int(ended.code or 1)
+    except (KeyboardInterrupt, SystemExit) as signalled:
+        code = exit_status(signalled)
     text = output.getvalue()
     counts = [int(count) for count in _SUMMARY.findall(text)]
     done = sum(text.count(f"steps done: {name}".encode()) for name in names)

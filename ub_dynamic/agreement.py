@@ -10,14 +10,8 @@ from typing import Any
 
 import torch
 
-from .backends.names import (
-    AUTO_EXCLUDES_POLICY,
-    GEMM_METHODS,
-    check_cfgs,
-    check_choices,
-    registered_specs,
-    resolve_specs,
-)
+from .backends.names import AUTO_EXCLUDES_POLICY, GEMM_METHODS, check_choices, registered_specs
+from .backends.quantization import is_by_mode, mode_cfgs, mode_values, resolve_modes
 from .errors import UBDynamicError, UBRankMismatchError, UBShapeError, UBUnsupportedError
 from .groups import Group
 from .manager import check_arguments
@@ -142,19 +136,16 @@ def _text(error: BaseException) -> str:
 
 
 def _configured(capacity: Shape, tp_size: int, te: bool, options: Mapping[str, Any]) -> tuple[CommSpec, ...]:
-    """The communicators as ``ub_cfgs`` configures them; of one ``ub_cfgs`` for each of TE's modes, the first."""
-    ub_cfgs = options["ub_cfgs"]
-    listed = isinstance(ub_cfgs, Sequence) and not isinstance(ub_cfgs, str)
-    if listed and not te:
+    """The communicators as ``ub_cfgs`` configures them, all modes checked; of several modes, those of the first."""
+    ub_cfgs, modes = options["ub_cfgs"], (options.get("quantization_modes"), bool(options.get("use_fp8")))
+    if is_by_mode(ub_cfgs) and not te:
         raise UBUnsupportedError("the host backend takes one ub_cfgs mapping; lists belong to quantization modes")
-    every = list(ub_cfgs) if listed else [ub_cfgs]
-    for cfgs in every:
-        check_cfgs(cfgs)
     if tp_size == 1:
+        mode_cfgs(ub_cfgs, len(mode_values(*modes)))
         return ()
-    modes = options.get("quantization_modes")
-    quantised = getattr(next(iter(modes)), "value", None) == "fp8" if modes else bool(options.get("use_fp8"))
-    return resolve_specs(capacity, tp_size, options["dtype"], every[0] if every else None, quantised=quantised)
+    with_cublasmp = bool(options.get("with_cublasmp"))
+    first, *_ = resolve_modes(capacity, tp_size, options["dtype"], ub_cfgs, *modes, with_cublasmp)
+    return () if with_cublasmp else first.specs  # a policy has nothing to choose there, as the backend will say
 
 
 def _resolve_policy(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,27 +19,31 @@ def tokens_of(batch: Any) -> Any:
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``output``: itself, or those in a list, tuple, dict or dataclass.
+    """The tensors in ``output``: itself, or those in a list, tuple, dict or dataclass, however deep.
 
-    :class:`UBStateError` for one that contains itself.
+    What is held in several places is looked into once. :class:`UBStateError` for one that contains itself.
     """
-    return _tensors_of(output, ())
+    above: dict[int, Iterator[Any]] = {0: iter((output,))}  # by id of each container around: its parts still to come
+    seen: dict[int, Any] = {}  # containers by id, kept alive so that no other one gets their id
+    while above:
+        holder, parts = next(reversed(above.items()))
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                yield part
+            elif id(part) in above:
+                raise UBStateError(
+                    f"the output holds a {type(part).__name__} that contains itself; pass a tensor, or tensors in a "
+                    "list, tuple, dict or dataclass that does not"
+                )
+            elif id(part) not in seen and (inside := _parts(part)):
+                seen[id(part)] = part
+                above[id(part)] = iter(inside)
+                break
+        else:
+            del above[holder]
 
 
-def _tensors_of(output: Any, around: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    if id(output) in around:
-        raise UBStateError(
-            f"the output holds a {type(output).__name__} that contains itself; pass a tensor, or tensors in a list, "
-            "tuple, dict or dataclass that does not"
-        )
-    for part in _parts(output):
-        yield from _tensors_of(part, (*around, id(output)))
-
-
-def _parts(output: Any) -> Iterable[Any]:
+def _parts(output: Any) -> Collection[Any]:
     if isinstance(output, dict):
         return output.values()
     if dataclasses.is_dataclass(output) and not isinstance(output, type):

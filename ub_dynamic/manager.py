@@ -48,7 +48,7 @@ class Manager:
         policy: Policy | None = None,
     ) -> None:
         check_arguments(check, timeout_s)
-        if check != "never" and board is None and any(spec.tp > 1 for spec in backend.specs.values()):
+        if check != "never" and board is None and backend.tp > 1:
             raise UBStateError(f"check = {check!r} compares TP ranks on a rank board, and there is none")
         self.backend = backend
         self.capacity = capacity
@@ -57,7 +57,7 @@ class Manager:
         self._board = None if check == "never" else board
         self._strict = self._every_call = check == "strict"
         self._timeout_s = timeout_s
-        self._shapes = ValidShapes(backend.specs, capacity)
+        self._shapes = ValidShapes(backend.specs, capacity, backend.tp, backend.capacity_only)
         self._hidden = capacity[1]
         self._tokens = capacity[0]
         self.shape_changes = 0  # how often the active shape of all communicators changed
@@ -89,14 +89,17 @@ class Manager:
         return self._stages.policy
 
     def buffer_active_shape(self, name: str) -> Shape:
-        """The active shape ``(T, H)`` of one communicator; one that does not follow stays at capacity."""
+        """The active shape ``(T, H)`` of one communicator; of one in ``skipped``, which has none, its capacity.
+
+        With cuBLASMp all are skipped: their overlaps take T from the operands, whatever the active shape.
+        """
         if name in self._skipped:
             return self.capacity
         self._spec(name)
         return self._single.get(name, self._tokens), self._hidden
 
     def token_multiple(self) -> int:
-        """T must be a multiple of this (``tp`` for every usual H)."""
+        """T must be a multiple of this: ``tp`` for every usual H, the capacity where nothing else is possible."""
         return self._shapes.rule.multiple
 
     def round_up_tokens(self, tokens: int) -> int:
@@ -121,9 +124,10 @@ class Manager:
         Host only: no device call, no allocation, no synchronisation. The same shape again returns at once,
         except with ``check="strict"``, which compares every call. T belongs to the process, not to a thread.
 
-        Raises :class:`UBShapeError`, :class:`UBCapacityError` or :class:`UBAlignmentError` for a shape that
-        some communicator could not take, :class:`UBStateError` during capture, in the middle of an overlap or after
-        :meth:`destroy`, :class:`UBRankMismatchError` where the TP ranks disagree. Nothing is changed then.
+        Raises :class:`UBShapeError`, :class:`UBCapacityError` or :class:`UBAlignmentError` for a shape that some
+        communicator could not take, :class:`UBUnsupportedError` with the reason where all of them stay at capacity,
+        :class:`UBStateError` during capture, in the middle of an overlap or after :meth:`destroy`,
+        :class:`UBRankMismatchError` where the TP ranks disagree. Nothing is changed then.
         """
         # The usual case first, two plain ints; everything else takes the long way, or is refused there.
         tokens, hidden = shape if type(shape) in _PLAIN and len(shape) == 2 else (None, None)  # type: ignore[arg-type]
@@ -144,7 +148,7 @@ class Manager:
         """Give one communicator another active shape than the others; :meth:`set_active_shape` ends that.
 
         Raises what :meth:`set_active_shape` raises, and :class:`UBUnsupportedError` with the reason for a
-        communicator that stays at capacity.
+        communicator that is skipped.
         """
         tokens, _ = self._shapes.parse(shape)
         self._set_named(tokens, [name])
@@ -314,7 +318,7 @@ class Manager:
     def _spec(self, name: str) -> Any:
         if name in self._skipped:
             raise UBUnsupportedError(
-                f"communicator {name} stays at capacity {list(self.capacity)}: {self._skipped[name]}"
+                f"communicator {name} has no active shape, its capacity is {list(self.capacity)}: {self._skipped[name]}"
             )
         try:
             return self.backend.specs[name]

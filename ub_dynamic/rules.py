@@ -10,12 +10,13 @@ them too, so that a script moves to GPUs unchanged.
 =============================  ==================================================================
 communicator                   rule (b bytes an element, N = T*H, c = N/tp)
 =============================  ==================================================================
-every one                      0 < T <= T_cap, T % tp == 0
+every one                      0 < T <= T_cap, T % tp == 0: all that overlaps without UserBuffers (cuBLASMp) need
 bulk AG, RS                    c*b % 16 == 0 (16-byte lines), N*b >= 128, N*b < 2^32, tp in 2..32
 pipeline RS                    H*b % (16*num_splits) == 0, N*b/num_splits >= 128, N*b < 2^32, tp in 2..32
 ring AG, copy engines          c*b*(tp-1) < 2^31 (32-bit byte offsets)
 ring AG, SM copies             c*b % 16 == 0, num_sm == 1, c*b*(tp-1) < 2^31
 ring RS                        c % 32 == 0, c*b*(2*tp-2) < 2^31
+whose kernels take num_sm      1 <= num_sm <= 32: all but rings with copy engines
 =============================  ==================================================================
 """
 
@@ -33,6 +34,7 @@ from .shapes import CommSpec
 
 KERNEL_TP_SIZES = (2, 4, 8, 16, 32)  # the collective kernels are instantiated for these only
 INT32_LIMIT = 2**31
+_MAX_SMS = 32  # blocks that the kernels count (NVTE_MAX_SMS); with more they signal before the last one is done
 _LINE_BYTES = 16  # an int4 load
 _REDUCE_ELEMENTS = 32  # elements a thread of the ring reduction takes
 _MINIMUM_BYTES = 128  # collectives on fewer than 64 two-byte elements return without communicating
@@ -58,6 +60,11 @@ class TokenRule:
                 f"{self.maximum} tokens are possible"
             )
         return rounded
+
+
+def even_rule(capacity: int, tp: int) -> TokenRule:
+    """The T that ``tp`` ranks can share evenly."""
+    return TokenRule(tp, tp, capacity // tp * tp)
 
 
 def combine(rules: Iterable[TokenRule], capacity: int) -> TokenRule:
@@ -95,6 +102,11 @@ def check_spec(spec: CommSpec) -> None:
     for count, setting in ((spec.num_splits, "num_splits"), (spec.num_sm, "num_sm")):
         if count < 1:
             raise UBShapeError(f"{where}: {setting} = {count} must be at least 1; the next valid value is 1")
+    if _kernels_take_sms(spec) and spec.num_sm > _MAX_SMS:
+        raise UBShapeError(
+            f"{where}: num_sm = {spec.num_sm}, but TE's kernels take at most {_MAX_SMS}; the next valid value is "
+            f"{_MAX_SMS}"
+        )
     hidden, line = spec.capacity[1], _LINE_BYTES // kernel_itemsize(spec.dtype)
     if spec.method == "pipeline" and hidden % (line * spec.num_splits):
         raise UBAlignmentError(
@@ -136,19 +148,25 @@ def check_capacity(specs: Iterable[CommSpec]) -> None:
             raise type(error)(f"capacity [{tokens}, {hidden}]: {error}; {valid}") from None
 
 
-def check_tokens(spec: CommSpec, tokens: int) -> None:
-    """Raise unless ``tokens`` is valid for this communicator; the text names value, rule and next valid T."""
-    hidden, tp = spec.capacity[1], spec.tp
-    where = f"{spec.name} ({spec.method} {spec.collective})"
+def check_even(where: str, tokens: int, capacity: int, tp: int, rule: TokenRule | None = None) -> None:
+    """Raise unless 0 < T <= ``capacity`` and T % tp == 0; the text begins with ``where`` and names value, rule and next
+    valid T, that of ``rule`` if there is more to heed."""
+    rule = rule or even_rule(capacity, tp)
     if tokens < 1:
-        raise UBShapeError(f"{where}: T = {tokens} must be positive; {_next_valid(spec, 1)}")
-    if tokens > spec.capacity[0]:
+        raise UBShapeError(f"{where}: T = {tokens} must be positive; {_next_valid(rule, 1)}")
+    if tokens > capacity:
         raise UBCapacityError(
-            f"{where}: T = {tokens} tokens exceed the capacity of {spec.capacity[0]} tokens; "
-            f"{_next_valid(spec, tokens)}"
+            f"{where}: T = {tokens} tokens exceed the capacity of {capacity} tokens; {_next_valid(rule, tokens)}"
         )
     if tokens % tp:
-        raise UBAlignmentError(f"{where}: T = {tokens} is not a multiple of tp = {tp}; {_next_valid(spec, tokens)}")
+        raise UBAlignmentError(f"{where}: T = {tokens} is not a multiple of tp = {tp}; {_next_valid(rule, tokens)}")
+
+
+def check_tokens(spec: CommSpec, tokens: int) -> None:
+    """Raise unless ``tokens`` is valid for this communicator; the text names value, rule and next valid T."""
+    hidden, tp, rule = spec.capacity[1], spec.tp, token_rule(spec)
+    where = f"{spec.name} ({spec.method} {spec.collective})"
+    check_even(where, tokens, spec.capacity[0], tp, rule)
     limit = _offset_limit(spec)
     if tokens > limit:
         raise UBCapacityError(
@@ -160,17 +178,16 @@ def check_tokens(spec: CommSpec, tokens: int) -> None:
     if local % unit:
         raise UBAlignmentError(
             f"{where}: T/tp * H = {local} elements a rank must be a multiple of {unit} (T = {tokens}, tp = {tp}, "
-            f"H = {hidden}); {_next_valid(spec, tokens)}"
+            f"H = {hidden}); {_next_valid(rule, tokens)}"
         )
     if tokens * hidden < _minimum_numel(spec):
         raise UBAlignmentError(
             f"{where}: T*H = {tokens * hidden} elements, but its kernel moves nothing below "
-            f"{_minimum_numel(spec)} elements; {_next_valid(spec, tokens)}"
+            f"{_minimum_numel(spec)} elements; {_next_valid(rule, tokens)}"
         )
 
 
-def _next_valid(spec: CommSpec, tokens: int) -> str:
-    rule = token_rule(spec)
+def _next_valid(rule: TokenRule, tokens: int) -> str:
     try:
         return f"the next valid T is {rule.round_up(tokens)}"
     except UBCapacityError:
@@ -181,6 +198,10 @@ def kernel_itemsize(dtype: torch.dtype) -> int:
     """Bytes an element as TE's kernels see it: 1 for FP8 (uint8) buffers, else BF16's 2, also for the
     float32 that only the host backend takes (so that a script's shapes stay valid on a GPU)."""
     return 1 if dtype.itemsize == 1 else 2
+
+
+def _kernels_take_sms(spec: CommSpec) -> bool:
+    return spec.method in ("bulk", "pipeline") or (spec.method == "ring_exchange" and not spec.use_ce)
 
 
 def _local_unit(spec: CommSpec) -> int:

@@ -6,21 +6,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import UBCapacityError, UBShapeError
-from .rules import check_capacity, check_tokens, combine, token_rule
+from .errors import UBCapacityError, UBShapeError, UBUnsupportedError
+from .rules import TokenRule, check_capacity, check_even, check_tokens, combine, even_rule, token_rule
 from .shapes import CommSpec, Shape, parse_shape
 
 
 class ValidShapes:
-    """The shapes ``(T, H)`` for the communicators ``specs`` at ``capacity``; ``rule`` says which T.
+    """The shapes ``(T, H)`` for the communicators ``specs`` of ``tp`` ranks at ``capacity``; ``rule`` says which T.
 
-    Raises the :class:`UBShapeError` family where one cannot even take the capacity.
+    ``capacity_only``: why no other T than the capacity is possible, or None. Raises the :class:`UBShapeError` family
+    where a communicator cannot even take the capacity.
     """
 
-    def __init__(self, specs: Mapping[str, CommSpec], capacity: Shape) -> None:
+    def __init__(self, specs: Mapping[str, CommSpec], capacity: Shape, tp: int, capacity_only: str | None) -> None:
         check_capacity(specs.values())
-        self._specs, self._capacity = specs, capacity
-        self.rule = combine((token_rule(spec) for spec in specs.values()), capacity[0])
+        self._specs, self._capacity, self._tp, self._capacity_only = specs, capacity, tp, capacity_only
+        if capacity_only is not None:
+            self.rule = TokenRule(capacity[0], capacity[0], capacity[0])
+        else:
+            self.rule = combine((even_rule(capacity[0], tp), *map(token_rule, specs.values())), capacity[0])
 
     def parse(self, shape: Any) -> Shape:
         """``shape`` as ``(T, H)``, T not checked yet; :class:`UBShapeError` for what is none, or has another H."""
@@ -34,16 +38,20 @@ class ValidShapes:
         if self.rule.accepts(tokens):
             return
         parse_shape((tokens, self._capacity[1]))
-        if not self._specs:
-            raise UBCapacityError(f"T = {tokens} tokens exceed the capacity of {self._capacity[0]} tokens")
         valid = self._neighbour(tokens)
+        if self._capacity_only is not None and tokens < self._capacity[0]:
+            raise UBUnsupportedError(
+                f"no communicator can take T = {tokens}, all stay at capacity {list(self._capacity)}: "
+                f"{self._capacity_only}; {valid}"
+            )
         for spec in self._specs.values():
             try:
                 check_tokens(spec, tokens)
             except UBShapeError as error:
                 together = "" if valid in str(error) else f" (for all communicators together: {valid})"
                 raise type(error)(f"{error}{together}") from None
-        raise UBShapeError(f"T = {tokens} fits no communicator; {valid}")
+        # No communicator here has rules of its own.
+        check_even(f"shape [{tokens}, {self._capacity[1]}]", tokens, self._capacity[0], self._tp)
 
     def _neighbour(self, tokens: int) -> str:
         try:

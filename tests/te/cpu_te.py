@@ -26,9 +26,10 @@ import transformer_engine.pytorch.module.linear as linear
 import transformer_engine.pytorch.utils as utils
 import transformer_engine_torch as tex
 
+from ub_dynamic.backends.names import DGRAD_REDUCE_SCATTER
 from ub_dynamic.backends.te import native, shutdown
 from ub_dynamic.backends.te.backend import TEBackend
-from ub_dynamic.backends.te.communicators import read_communicators
+from ub_dynamic.backends.te.communicators import communicator_name, read_communicators
 from ub_dynamic.backends.te.initialize import _register
 from ub_dynamic.groups import SoloGroup
 from ub_dynamic.manager import Manager
@@ -92,7 +93,9 @@ def te_world(
     patch.setattr(tex, "CommOverlapP2P", fakes.Ring)
     patch.setattr(tex, "generic_gemm", _recorded_gemm(calls, {id(comm): key[0] for key, comm in table.items()}))
     module, group = native.load(), SoloGroup()
-    communicators = read_communicators(table, (CAPACITY, HIDDEN), TP, module, "")
+    dgrads = [name for name in DGRAD_REDUCE_SCATTER if methods.get(name) == "pipeline"]
+    pipelined = [communicator_name((name, mode)) for name in dgrads for mode in modes]
+    communicators = read_communicators(table, (CAPACITY, HIDDEN), TP, module, "", pipelined)
     registry, reason = _register(module, communicators, group)
     assert not reason
     bootstrap = shutdown.Bootstrap()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import fakes
@@ -19,8 +20,10 @@ from ub_dynamic.errors import UBCapacityError
 CAPACITY = (4096, 512)
 
 
-def read(table: dict[Any, Any], capacity: tuple[int, int] = CAPACITY, tp: int = 2) -> dict[str, Communicator]:
-    return {comm.name: comm for comm in read_communicators(table, capacity, tp, native.load(), "")}
+def read(
+    table: dict[Any, Any], capacity: tuple[int, int] = CAPACITY, tp: int = 2, pipelined: Sequence[str] = ()
+) -> dict[str, Communicator]:
+    return {comm.name: comm for comm in read_communicators(table, capacity, tp, native.load(), "", pipelined)}
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -65,18 +68,12 @@ def use(comm: Communicator) -> tuple[str, str]:
     return comm.spec.method, comm.spec.collective
 
 
-def test_a_dgrad_scatters_where_its_buffer_is_not_quantised_as_its_gemms_are() -> None:
-    table = fakes.table(CAPACITY, 2, modes=("none",))
-    table |= fakes.table(CAPACITY, 2, modes=("fp8",), qkv_dgrad="pipeline")
-    found = read(table)
+def test_the_configuration_tells_which_dgrads_are_pipelined() -> None:
+    table = fakes.table(CAPACITY, 2, modes=("none", "fp8"))
+    found = read(table, pipelined=["qkv_dgrad/fp8", "fc1_dgrad"])
     assert use(found["qkv_dgrad"]) == use(found["fc1_dgrad/fp8"]) == ("bulk", "ag")
-    assert use(found["qkv_dgrad/fp8"]) == ("pipeline", "rs")
-
-
-def test_a_dgrad_scatters_where_its_mode_has_no_wgrad() -> None:
-    table = fakes.table(CAPACITY, 2)
-    del table["qkv_wgrad", fakes.MODES.NONE]
-    assert use(read(table)["qkv_dgrad"]) == ("pipeline", "rs")
+    assert use(found["qkv_dgrad/fp8"]) == use(found["fc1_dgrad"]) == ("pipeline", "rs")
+    assert found["qkv_dgrad/fp8"].spec.dtype == torch.uint8  # with fp8_buf: the dtype does not tell
 
 
 def one(layer: str, comm: Any, capacity: tuple[int, int] = CAPACITY) -> Communicator:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import re
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from stock_te import FP8, NONE, Group, Stock, TwinGroup, create, use
 
 from ub_dynamic.backends.te import build, initialize, install
 from ub_dynamic.errors import UBAlignmentError, UBShapeError, UBStateError, UBUnsupportedError
+from ub_dynamic.manager import Manager
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +147,11 @@ ONE_BLOCK = {"num_splits": 1}
             UBAlignmentError,
             r"capacity \[34, 8\]: qkv_dgrad .* multiple of 16 .*; the next valid capacity is \[36, 8\]",
         ),
-        ({"ub_cfgs": {"qkv_wgrad": {"num_sm": 33}}}, UBShapeError, "qkv_wgrad: num_sm = 33, .* at most 32; .* 32$"),
+        (
+            {"ub_cfgs": {"qkv_wgrad": {"num_sm": 33}}},
+            UBShapeError,
+            r"qkv_wgrad \(bulk rs\): num_sm = 33, .* at most 32; .* 32$",
+        ),
         (
             {"quantization_modes": [NONE, FP8], "ub_cfgs": {"qkv_dgrad": {"method": "ring_exchange"}}},
             UBUnsupportedError,
@@ -275,9 +281,11 @@ def test_without_a_compiler_capacity_works_on_all_ranks(
     assert backend.specs == {}
     assert set(backend.skipped.values()) == {f"rank {rank}: install g++"}
     assert f"rank {rank}: install g++" in caplog.text
-    backend.apply(256)
+    manager = Manager(backend, (256, 64), check="never", guard=False)
+    assert manager.round_up_tokens(64) == manager.max_tokens() == 256
     with pytest.raises(UBUnsupportedError, match=rf"T = 64.*stay at capacity \[256, 64\].*rank {rank}: install g\+\+"):
-        backend.apply(64)
+        manager.set_active_shape([64, 64])
+    assert manager.set_active_shape([256, 64]).updated == ()
     assert backend.active_tokens("qkv_fprop") == 256
     backend.destroy()
 
@@ -291,8 +299,7 @@ def test_a_failed_self_test_keeps_capacity_on_all_ranks(monkeypatch: pytest.Monk
     monkeypatch.setattr(initialize.native_file, "self_test", mismatch)
     backend = create()
     assert backend.specs == {}
-    with pytest.raises(UBUnsupportedError, match=r"rank 0: .*2\.99"):
-        backend.apply(64)
+    assert re.search(r"^rank 0: .*2\.99", backend.capacity_only)
     backend.destroy()
 
 

@@ -15,9 +15,11 @@ from ub_dynamic.overlap import OverlapConfig
 
 class FakeBackend:
     name = "fake"
+    capacity_only: str | None = None
     auto_excludes_policy: str | None = None
 
     def __init__(self, capacity: tuple[int, int] = (128, 64), tp: int = 4, **cfgs: dict[str, object]) -> None:
+        self.tp = tp
         made = resolve_specs(capacity, tp, torch.bfloat16, cfgs)
         self.specs = {spec.name: spec for spec in made if spec.method != "external"}
         self.skipped = {

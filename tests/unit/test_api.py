@@ -318,6 +318,7 @@ class TestPolicy:
         ),
         ({"ub_cfgs": {"fc1_dgrad": {"num_sm": torch.tensor(4.5)}}}, ub.UBShapeError, "fc1_dgrad: num_sm = tensor"),
         ({"ub_cfgs": {"fc2_fprop": {"num_splits": None}}}, ub.UBShapeError, "fc2_fprop: num_splits = None: it is a"),
+        ({"ub_cfgs": {"fc1_dgrad": {"num_sm": 33}}}, ub.UBShapeError, "num_sm = 33, .* the next valid value is 32"),
         ({"shape": [126, 64]}, ub.UBAlignmentError, r"T = 126 .*; the next valid capacity is \[128, 64\]"),
     ],
 )
@@ -336,6 +337,33 @@ def test_the_timeout_bounds_the_waits_of_the_board_too(backend: FakeBackend, mon
     monkeypatch.setattr(api, "RankBoard", board)
     with pytest.raises(ZeroDivisionError, match=r"^3\.5$"):
         ub.initialize_ub([128, 64], 4, backend="host", timeout=3.5)
+
+
+def test_every_mode_is_checked_before_the_others_are_told() -> None:
+    options = {"dtype": torch.bfloat16, "check": "never", "timeout": None, "auto": False}
+    none, fp8 = SimpleNamespace(value="none"), SimpleNamespace(value="fp8")
+    ring = {"qkv_dgrad": {"method": "ring_exchange"}}
+    for modes, cfgs, error, words in [
+        ([fp8, none], [{}, {"proj_fprop": {"num_sm": 33}}], ub.UBShapeError, "proj_fprop .*num_sm = 33"),
+        ([none, fp8], [{}, {"fc2_fprop": {"num_splits": 3}}], ub.UBAlignmentError, "num_splits = 24"),
+        ([none, fp8], [{}], ub.UBShapeError, "1 entries for 2 quantization modes"),
+        ([fp8, fp8], None, ub.UBShapeError, "names a mode twice"),
+        ([none, fp8], ring, ub.UBUnsupportedError, "in one quantization mode only"),
+        (["fp8"], None, ub.UBUnsupportedError, r"quantization_modes = \['fp8'\]: it is a list of TE's UserBufferQ"),
+        (fp8, None, ub.UBUnsupportedError, "quantization_modes = .*: it is a list of TE's UserBufferQ"),
+    ]:
+        with pytest.raises(error, match=words):
+            agree(FakeGroup(), [128, 64], 4, True, {**options, "quantization_modes": modes, "ub_cfgs": cfgs}, None)
+
+
+def test_with_cublasmp_ranks_share_t_evenly_and_no_rule_of_userbuffers_is_asked() -> None:
+    options = {"dtype": torch.bfloat16, "ub_cfgs": None, "check": "never", "timeout": None, "auto": False}
+    with pytest.raises(ub.UBAlignmentError, match="H = 9 must be a multiple of 8"):
+        agree(FakeGroup(), [36, 9], 4, True, options, None)
+    options["with_cublasmp"] = True
+    assert agree(FakeGroup(), [36, 9], 4, True, options, None) == ((36, 9), None)
+    with pytest.raises(ub.UBAlignmentError, match="T = 34 .* tp = 4; the next valid T is 36"):
+        agree(FakeGroup(), [34, 9], 4, True, options, None)
 
 
 def test_an_fp8_mode_is_bounded_by_its_own_buffers() -> None:

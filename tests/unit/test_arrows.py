@@ -21,7 +21,7 @@ BASE = {"errors"}
 ARITHMETIC = BASE | {"shapes", "rules"}
 RANKS = BASE | {"seconds", "ranks", "groups", "board"}
 PACKED = ARITHMETIC | {"metadata", "packing_rules", "packing", "planning"}
-BACKEND = ARITHMETIC | RANKS | {"overlap", "backends.protocol", "backends.names"}
+BACKEND = ARITHMETIC | RANKS | {"overlap", "backends.protocol", "backends.names", "backends.quantization"}
 ARROWS = {
     "errors": set(),
     "seconds": BASE,
@@ -47,6 +47,7 @@ ARROWS = {
     "backends": set(),
     "backends.protocol": ARITHMETIC | {"overlap"},
     "backends.names": ARITHMETIC | {"overlap"},
+    "backends.quantization": ARITHMETIC | {"backends.names"},
     "backends.host": BACKEND | {"input_file"},
     "backends.te": BACKEND | PACKED,
     "stages": BASE | {"overlap", "policy", "backends.protocol"},

@@ -33,6 +33,7 @@ class TestDriver:
         part = driver.Part
         parts = (
             part("bad", ("-c", "print('what went wrong'); raise SystemExit(3)"), 60),
+            part("killed", ("-c", "import os; os.kill(os.getpid(), 9)"), 60),
             part("slow", ("-c", "import time; time.sleep(300)"), 8.0, ranks=4),
             part("te_stress-tp4", ("-c", self.RESULT, "4", "{out}"), 60, "te_stress", ranks=4),
             part("te_stress-tp2", ("-c", self.RESULT, "2", "{out}"), 60, "te_stress", alone=True),
@@ -54,7 +55,7 @@ class TestDriver:
         said = capfd.readouterr().out
         assert "what went wrong" in said
         summary = {line.split()[0]: line.split()[1] for line in said.partition("summary\n")[2].splitlines()}
-        assert summary == {"bad": "3", "slow": "124", "te_stress-tp4": "0", "te_stress-tp2": "0"}
+        assert summary == {"bad": "3", "killed": "137", "slow": "124", "te_stress-tp4": "0", "te_stress-tp2": "0"}
         merged = json.loads((out / "te_stress.json").read_text())
         assert merged["figures"]["operations"] == 20
         assert merged["figures"]["mismatches"] == 2
@@ -71,7 +72,7 @@ class TestDriver:
         assert driver.main(["--out", str(tmp_path), "--only", "te_stress-tp4"]) == 0
         assert driver.main(["--out", str(tmp_path), "--budget", "1"]) == 1
         # each is said once when it is decided and once in the summary
-        assert capfd.readouterr().out.count("no time left") == 2 * 4
+        assert capfd.readouterr().out.count("no time left") == 2 * len(driver.PARTS)
 
     def test_no_more_side_by_side_than_there_is_room_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         side = load("_side_by_side")

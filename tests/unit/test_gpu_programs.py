@@ -172,7 +172,26 @@ class TestFigures:
         assert [int(count) for count in program._SUMMARY.findall(text)] == [0, 12]
 
 
-@pytest.mark.parametrize(("signalled", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+SIGNALLED = pytest.mark.parametrize(("signalled", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+
+
+@SIGNALLED
+def test_memcheck_that_a_signal_ends_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: BaseException, status: int
+) -> None:
+    program = load("te_memcheck")
+
+    def run(*_: Any) -> Any:
+        raise signalled
+
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program.shutil, "which", lambda name: name)
+    assert program.main(program.parse(["--tp", "2", "4", "--out", str(tmp_path)])) == status
+    (row,) = json.loads((tmp_path / "te_memcheck.json").read_text())["rows"]
+    assert (row["status"], row["errors"]) == (status, 1)
+
+
+@SIGNALLED
 def test_a_program_that_a_signal_ends_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: BaseException, status: int
 ) -> None:

@@ -61,6 +61,43 @@ class TestSet:
             manager.round_up_tokens(129)
 
 
+class TestNoneFollows:
+    """Backends whose communicators have no active shape: they stay at capacity, or take T from their operands."""
+
+    def test_capacity_alone(self) -> None:
+        backend = FakeBackend()
+        backend.specs, backend.capacity_only = {}, "install g++"
+        manager = Manager(backend, (128, 64), check="never")
+        assert (manager.token_multiple(), manager.max_tokens()) == (128, 128)
+        assert [manager.round_up_tokens(tokens) for tokens in (1, 64, 128)] == [128] * 3
+        for tokens in (64, 127):
+            with pytest.raises(
+                UBUnsupportedError, match=rf"T = {tokens}, all .* \[128, 64\]: install g\+\+; .* T is 128"
+            ):
+                manager.set_active_shape([tokens, 64])
+        with pytest.raises(UBCapacityError, match="T = 129 tokens exceed the capacity of 128 tokens; .* T is 128"):
+            manager.set_active_shape([129, 64])
+        with pytest.raises(UBCapacityError, match="at most 128"):
+            manager.round_up_tokens(129)
+        assert manager.set_active_shape([128, 64]).updated == () and backend.calls == []
+
+    def test_what_the_ranks_share_evenly(self) -> None:
+        backend = FakeBackend()
+        backend.specs = {}
+        manager = Manager(backend, (130, 64), check="never")
+        assert (manager.token_multiple(), manager.max_tokens(), manager.round_up_tokens(5)) == (4, 128, 8)
+        with pytest.raises(UBAlignmentError, match=r"shape \[5, 64\]: T = 5 is not a multiple of tp = 4; .* T is 8"):
+            manager.set_active_shape([5, 64])
+        assert manager.set_active_shape([8, 64]).shape == (8, 64) and backend.calls == [8]
+
+    def test_a_rank_alone_takes_every_t(self) -> None:
+        backend = FakeBackend()
+        backend.specs, backend.tp = {}, 1
+        manager = Manager(backend, (127, 64))
+        assert (manager.token_multiple(), manager.max_tokens()) == (1, 127)
+        assert manager.set_active_shape([5, 64]).shape == (5, 64)
+
+
 BAD_SHAPES = [
     ([64], UBShapeError, ["2-D [tokens, hidden]", "[64]"]),
     ([64.0, 64], UBShapeError, ["2-D [tokens, hidden]", "64.0"]),
@@ -148,7 +185,7 @@ class TestOneCommunicator:
 
     def test_one_that_stays_at_capacity_says_why(self) -> None:
         manager, backend = make()
-        with pytest.raises(UBUnsupportedError, match="proj_wgrad stays at capacity.*external communicators"):
+        with pytest.raises(UBUnsupportedError, match=r"proj_wgrad has no active shape, .* \[128, 64\]: external comm"):
             manager.set_buffer_active_shape("proj_wgrad", [64, 64])
         assert manager.buffer_active_shape("proj_wgrad") == (128, 64) and backend.calls == []
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -127,6 +128,19 @@ class TestBindBackward:
         shared = [logits]
         manager.bind_backward((shared, shared), [64, 64])  # twice is no circle
         logits.sum().backward()
+        assert notes == [64]
+
+    def test_an_output_may_be_deeper_than_python_recurses_and_share_its_parts(self) -> None:
+        manager, _ = make()
+        notes: list[int] = []
+        deep: object = Seen.apply(torch.ones(2, requires_grad=True), manager, notes)
+        logits = deep
+        for _ in range(sys.getrecursionlimit()):
+            deep = [deep]
+        for _ in range(64):
+            deep = (deep, deep)  # looked into once each, not 2**64 times
+        manager.bind_backward(deep, [64, 64])
+        logits.sum().backward()  # type: ignore[attr-defined]
         assert notes == [64]
 
     @pytest.mark.parametrize("reentrant", [True, False])

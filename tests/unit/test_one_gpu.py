@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ub_dynamic import UBShapeError, UBStateError
 from ub_dynamic.cli.app import app
-from ub_dynamic.testing.one_gpu import TIMED_OUT, OneGpu, active_ranks, device, run
+from ub_dynamic.testing.one_gpu import TIMED_OUT, OneGpu, active_ranks, device, exit_status, run
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 
@@ -75,6 +75,17 @@ def test_the_first_failing_rank_gives_the_status_and_ends_the_others() -> None:
 def test_a_rank_that_a_signal_ended_counts_as_128_and_the_signal() -> None:
     code, rank, _ = lines(shell("[ $RANK = 0 ] && kill -9 $$; sleep 60"), OneGpu(2, timeout_s=30))
     assert (code, rank) == (137, 0)
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        (0, 0), (7, 7), (-9, 137), (KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(), 0),
+        (SystemExit("a reason"), 1),
+    ],
+)  # fmt: skip
+def test_exit_status(ended: int | KeyboardInterrupt | SystemExit, status: int) -> None:
+    assert exit_status(ended) == status
 
 
 def test_timeout_ends_everything() -> None:

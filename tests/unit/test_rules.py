@@ -179,6 +179,15 @@ def test_without_communicators_every_token_count_fits() -> None:
             UBShapeError,
             ["num_sm = 0", "at least 1"],
         ),
+        *(
+            (CommSpec("x", *use, (64, 64), 2, torch.bfloat16, num_sm=33), UBShapeError, ["num_sm = 33", "value is 32"])
+            for use in (("bulk", "ag"), ("bulk", "rs"), ("pipeline", "rs"))
+        ),
+        (
+            CommSpec("x", "ring_exchange", "ag", (64, 64), 2, torch.bfloat16, use_ce=False, num_sm=64),
+            UBShapeError,
+            ["num_sm = 64", "next valid value is 32"],
+        ),
         (
             CommSpec("x", "pipeline", "rs", (64, 64), 2, torch.bfloat16, num_splits=0),
             UBShapeError,
@@ -190,6 +199,12 @@ def test_bad_specs(spec: CommSpec, error: type[UBShapeError], words: list[str]) 
     with pytest.raises(error) as raised:
         check_spec(spec)
     assert type(raised.value) is error and all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_copy_engines_and_32_sms_are_taken() -> None:
+    check_spec(CommSpec("x", "ring_exchange", "ag", (64, 64), 2, torch.bfloat16, num_sm=33))
+    for method, collective in (("bulk", "ag"), ("pipeline", "rs")):
+        check_spec(CommSpec("x", method, collective, (64, 64), 2, torch.bfloat16, num_sm=32))  # type: ignore[arg-type]
 
 
 def test_more_than_one_sm_for_ring_copies_is_a_warning() -> None:

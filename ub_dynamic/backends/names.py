@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UBShapeError, UBUnsupportedError
 from ..overlap import OverlapConfig, OverlapMethod
-from ..rules import check_capacity, check_spec
+from ..rules import INT32_LIMIT, check_capacity, check_even, check_spec
 from ..shapes import METHODS, Collective, CommSpec, Method, Shape, as_int
 
 # name -> (default method, collective)
@@ -67,6 +67,7 @@ CFG_KEYS = (
     "gemm_priority",
     "pipeline_rs_overlap_first_gemm",
 )
+_WGRADS = {name for name in LAYERS if name.endswith("_wgrad")}
 _COUNTS = ("num_sm", "cga_size", "num_splits")
 
 
@@ -104,19 +105,23 @@ def resolve_specs(
     ub_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     quantised: bool = False,
+    cublasmp: bool = False,
 ) -> tuple[CommSpec, ...]:
     """The communicators that ``initialize_ub(shape, tp, dtype=dtype, ub_cfgs=ub_cfgs)`` makes, in TE's order.
 
     ``shape`` is the capacity ``[T_cap, H]``. ``ub_cfgs`` maps a layer name to TE's settings ``method``,
     ``num_sm``, ``num_splits``, ``use_ce``, ``aggregate`` (the other :data:`CFG_KEYS` are TE's alone and ignored
     here); a name that maps to None, as Megatron's presets have it, keeps its default. ``quantised``: of TE's mode FP8,
-    whose all-gathers have one byte an element. Raises :class:`UBShapeError`
-    for unknown names, settings and methods, and what :mod:`ub_dynamic.rules` refuses, at T = capacity too.
+    whose all-gathers have one byte an element, and pipelined reduce-scatters with ``fp8_buf``. ``cublasmp``:
+    with cuBLASMp, where no wgrad communicates and a dgrad reduce-scatters, in a ring unless it is configured. Raises
+    :class:`UBShapeError` for unknown names, settings and methods, and what :mod:`ub_dynamic.rules` refuses, at
+    T = capacity too. Of cuBLASMp that is a capacity that ``tp`` does not divide; :class:`UBUnsupportedError` for a
+    method that it does not have.
     """
     check_cfgs(ub_cfgs)
     cfgs = {name: cfg for name, cfg in (ub_cfgs or {}).items() if cfg is not None}
     specs = []
-    absent = set()
+    absent: set[str] = set()
     for name, (default, _) in LAYERS.items():
         method = cfgs.get(name, {}).get("method", default)
         wgrad = DGRAD_REDUCE_SCATTER.get(name)
@@ -126,15 +131,31 @@ def resolve_specs(
                     f"{name} with method {method!r} reduce-scatters dgrad, so {wgrad} must not be configured"
                 )
             absent.add(wgrad)
+    if cublasmp:
+        cfgs, absent = _of_cublasmp(cfgs), _WGRADS
     for name in LAYERS:
         if name not in absent:
             spec = _spec(name, shape, tp, dtype, cfgs.get(name, {}))
-            if quantised and spec.collective == "ag":
+            if quantised and (spec.collective == "ag" or _scatters_fp8(spec, cfgs.get(name, {}))):
                 spec = replace(spec, dtype=torch.uint8)
-            check_spec(spec)
             specs.append(spec)
+    if cublasmp:
+        check_even(f"capacity {list(shape)}", shape[0], INT32_LIMIT, tp)
+        return tuple(specs)
+    for spec in specs:
+        check_spec(spec)
     check_capacity(specs)
     return tuple(specs)
+
+
+def _of_cublasmp(cfgs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """``cfgs`` as TE completes them with cuBLASMp. Those of wgrads are not heard of again, of which TE warns."""
+    for name, cfg in cfgs.items():
+        if name not in _WGRADS and cfg.get("method") in ("bulk", "external"):
+            raise UBUnsupportedError(
+                f"{name}: cuBLASMp has no method {cfg['method']!r}; it has ring_exchange, and pipeline for RS"
+            )
+    return {**cfgs, **{name: {"method": "ring_exchange", **cfgs.get(name, {})} for name in DGRAD_REDUCE_SCATTER}}
 
 
 def _spec(name: str, shape: Shape, tp: int, dtype: torch.dtype, cfg: Mapping[str, Any]) -> CommSpec:
@@ -159,6 +180,12 @@ def _spec(name: str, shape: Shape, tp: int, dtype: torch.dtype, cfg: Mapping[str
         use_ce=bool(cfg.get("use_ce", True)),
         aggregate=bool(cfg.get("aggregate", False)),
     )
+
+
+def _scatters_fp8(spec: CommSpec, cfg: Mapping[str, Any]) -> bool:
+    """Whether TE heeds ``fp8_buf``: where a pipeline is the default, and in a dgrad that is set to one."""
+    method = spec.method if spec.name in DGRAD_REDUCE_SCATTER else LAYERS[spec.name][0]
+    return method == "pipeline" and bool(cfg.get("fp8_buf"))
 
 
 def overlap_specs(configured: Mapping[str, CommSpec], gemm: str, config: OverlapConfig) -> dict[str, CommSpec | None]:

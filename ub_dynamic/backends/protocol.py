@@ -22,7 +22,9 @@ class Backend(Protocol):
     """The communicators of one process.
 
     ``specs``: those that follow the active shape, by name; alternatives of another method than the configured one
-    are named ``"fc2_fprop (pipeline)"``. ``skipped``: the others, with the reason why they stay at capacity.
+    are named ``"fc2_fprop (pipeline)"``. ``skipped``: the others, with the reason why they have no active shape.
+    ``tp``: ranks of the TP group, which have to share T evenly whatever ``specs`` are. ``capacity_only``: why all of
+    them work at the capacity alone, or None.
     ``notes``: what a policy cannot do here, by GEMM or setting. ``auto_excludes_policy``: why a policy and auto mode do
     not go together here, or None. The manager validates before it calls ``apply`` or ``apply_one``.
     """
@@ -30,6 +32,8 @@ class Backend(Protocol):
     name: str
     specs: Mapping[str, CommSpec]
     skipped: Mapping[str, str]
+    tp: int
+    capacity_only: str | None
     notes: Mapping[str, str]
     auto_excludes_policy: str | None
 

@@ -209,7 +209,7 @@ class _Ranks:
             codes = [process.poll() for process in self._processes]
             for rank, code in enumerate(codes):
                 if code:
-                    return (128 - code if code < 0 else code), rank
+                    return exit_status(code), rank
             if None not in codes:
                 return 0, None
             if deadline is not None and time.monotonic() > deadline:
@@ -246,6 +246,18 @@ def _free_port() -> int:
     raise UBStateError("no port is free on 127.0.0.1")
 
 
+def exit_status(ended: int | KeyboardInterrupt | SystemExit) -> int:
+    """A status as shells have it: 128 + N where signal N was the end.
+
+    ``ended``: the returncode of a child, or what ends this process (:func:`signals_as_exit`).
+    """
+    if isinstance(ended, KeyboardInterrupt):
+        ended = -signal.SIGINT
+    elif isinstance(ended, SystemExit):
+        ended = ended.code if isinstance(ended.code, int) else int(ended.code is not None)  # a text is printed: 1
+    return 128 - ended if ended < 0 else ended
+
+
 @contextlib.contextmanager
 def signals_as_exit() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind like Ctrl-C does, so that the ranks are ended. In the main thread only."""
@@ -254,7 +266,7 @@ def signals_as_exit() -> Iterator[None]:
         return
 
     def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(exit_status(-number))
 
     previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

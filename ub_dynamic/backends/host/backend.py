@@ -36,6 +36,7 @@ class HostBackend:
     Collective."""
 
     name = "host"
+    capacity_only: str | None = None
     auto_excludes_policy: str | None = None
 
     def __init__(

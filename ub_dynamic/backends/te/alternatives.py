@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 
-from ...errors import UBCapacityError, UBShapeError, UBUnsupportedError
+from ...errors import UBCapacityError, UBUnsupportedError
 from ...overlap import OverlapConfig
 from ...shapes import CommSpec, Shape
 from ..names import DGRAD_REDUCE_SCATTER, GEMM_METHODS, LAYERS, overlap_specs, registered_specs, resolve_specs
 from ..protocol import Alternatives
-from .hazards import refuse_pipelined_dgrad
+from .hazards import refuse_pipelined
 from .shutdown import Bootstrap
 
 Settings = Mapping[str, Any]  # TE's words, as in ``ub_cfgs``
 Cfgs = Mapping[str, Settings]
 MAX_REGIONS = 31  # buffers that TE registers in a process
-MAX_SMS = 32  # blocks that TE's communication kernels count; more would never be waited for
 _SMALL_ROWS = 8  # a rank, of a buffer that nobody uses
 _COMM_SETTINGS: Settings = {"num_sm": 16, "cga_size": 2, "set_sm_margin": True, "num_splits": 4}
 _DEFAULTS: Mapping[str, Settings] = {
@@ -158,17 +157,8 @@ def te_words(config: OverlapConfig) -> dict[str, Any]:
 def check(gemm: str, config: OverlapConfig, specs: Mapping[str, CommSpec]) -> None:
     """Raise for what TE or its kernels would not do: :class:`UBUnsupportedError` or :class:`UBShapeError`."""
     overlap_specs(specs, gemm, config)
-    refuse_pipelined_dgrad(False, {gemm: {"method": config.method}})
-    if config.num_sm is not None:
-        check_sms(gemm, config.num_sm)
-
-
-def check_sms(name: str, num_sm: int) -> None:
-    """Raise :class:`UBShapeError` for more blocks than TE's kernels wait for; its ``initialize_ub`` takes any."""
-    if num_sm > MAX_SMS:
-        raise UBShapeError(
-            f"{name}: num_sm = {num_sm}, but TE's kernels take at most {MAX_SMS}; the next valid value is {MAX_SMS}"
-        )
+    if config.method == "pipeline":
+        refuse_pipelined(gemm, quantised=False)
 
 
 def _gemm(name: str, configs: tuple[OverlapConfig, ...], cfgs: Cfgs, specs: Mapping[str, CommSpec]) -> Gemm:

@@ -56,6 +56,9 @@ class TEBackend:
         self.skipped: Mapping[str, str] = MappingProxyType(
             {comm.name: comm.skipped for comm in communicators if comm.skipped is not None}
         )
+        fixed = sorted({comm.skipped for comm in communicators if comm.fixed and comm.skipped is not None})
+        self.capacity_only: str | None = None if self.specs else "; ".join(fixed) or None
+        self.tp = group.size
         self.notes: Mapping[str, str] = plans.notes if plans else MappingProxyType({})
         self._plans = plans
         self._nvtx = os.environ.get("NVTE_NVTX_ENABLED", "0") == "1"  # TE's own switch
@@ -78,7 +81,7 @@ class TEBackend:
     def _make_apply(self) -> Callable[[int], None]:
         # The bound native function itself: nothing of Python stands between the manager and the rewrite.
         if not self.specs:
-            return self._refuse if any(comm.fixed for comm in self.communicators) else lambda tokens: None
+            return lambda tokens: None
         native: Callable[[int], None] = self._registry.apply
         if not self._nvtx:
             return native
@@ -88,13 +91,6 @@ class TEBackend:
                 native(tokens)
 
         return apply
-
-    def _refuse(self, tokens: int) -> None:
-        if tokens != self.capacity[0]:
-            reasons = "; ".join(sorted(set(self.skipped.values())))
-            raise UBUnsupportedError(
-                f"no communicator can take T = {tokens}, all stay at capacity {list(self.capacity)}: {reasons}"
-            )
 
     def apply_one(self, name: str, tokens: int) -> None:
         self._registry.apply_one(self._index[name], tokens)

@@ -3,15 +3,14 @@
 
 The objects are the truth, whatever configuration led to them. What they do not store, the use that TE's
 modules make of a name decides: ``*_wgrad`` of a column-parallel layer is the bulk reduce-scatter,
-``*_fprop`` that is no ring is the pipelined reduce-scatter, and ``{qkv,fc1}_dgrad`` that is no ring is
-pipelined where its buffer is not quantised though its GEMMs are, or where no ``*_wgrad`` stands beside it (TE
-itself makes that one always).
+``*_fprop`` that is no ring is the pipelined reduce-scatter. Of ``{qkv,fc1}_dgrad`` that is no ring, the
+configuration alone tells whether it is pipelined.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,17 +20,15 @@ import torch
 from ...errors import UBCapacityError, UBShapeError
 from ...rules import check_spec
 from ...shapes import Collective, CommSpec, Method, Shape
-from ..names import DGRAD_REDUCE_SCATTER, LAYERS
+from ..names import LAYERS
 
 Key = tuple[str, Any]  # TE's: (layer name, UserBufferQuantizationMode)
-CUBLASMP = "cuBLASMp takes the size of every overlap from its operands, so any T works as it is"
+CUBLASMP = "cuBLASMp takes the size of every overlap from its operands: any T that tp divides works as it is"
 
 
 @dataclass(frozen=True, eq=False)
 class Communicator:
-    """One communicator object, held weakly. ``spec`` is None, and ``skipped`` says why, if it stays at
-    capacity.
-    """
+    """One communicator object, held weakly. ``spec`` is None, and ``skipped`` says why, if it has no active shape."""
 
     name: str
     reference: weakref.ref[Any]
@@ -48,28 +45,35 @@ class Communicator:
 
 def communicator_name(key: Key) -> str:
     """``qkv_fprop``, or ``qkv_fprop/fp8`` in another quantization mode than NONE."""
-    mode = _mode(key)
+    mode = getattr(key[1], "value", key[1])
     return key[0] if mode in ("none", None) else f"{key[0]}/{mode}"
 
 
-def _mode(key: Key) -> Any:
-    return getattr(key[1], "value", key[1])
-
-
 def read_communicators(
-    objects: Mapping[Key, Any], capacity: Shape, tp: int, native: ModuleType | None, missing: str
+    objects: Mapping[Key, Any],
+    capacity: Shape,
+    tp: int,
+    native: ModuleType | None,
+    missing: str,
+    pipelined: Collection[str] = (),
 ) -> tuple[Communicator, ...]:
     """Every communicator of ``objects`` with its :class:`CommSpec`, in TE's order.
 
     ``capacity`` and ``tp`` are those that they were made with; TE before 2.17 does not tell tp. Without ``native`` all
-    of them stay at capacity, for the reason ``missing``. Raises :class:`UBCapacityError` if TE ran out of regions,
-    which it does not notice itself.
+    of them stay at capacity, for the reason ``missing``. ``pipelined``: names of the dgrads whose reduce-scatter is.
+    Raises :class:`UBCapacityError` if TE ran out of regions, which it does not notice itself.
     """
-    return tuple(_read(key, comm, set(objects), capacity, tp, native, missing) for key, comm in objects.items())
+    return tuple(_read(key, comm, capacity, tp, native, missing, pipelined) for key, comm in objects.items())
 
 
 def _read(
-    key: Key, comm: Any, keys: set[Key], capacity: Shape, tp: int, native: ModuleType | None, missing: str
+    key: Key,
+    comm: Any,
+    capacity: Shape,
+    tp: int,
+    native: ModuleType | None,
+    missing: str,
+    pipelined: Collection[str],
 ) -> Communicator:
     name = communicator_name(key)
     spec, skipped = None, missing
@@ -83,16 +87,14 @@ def _read(
                 "configure "
                 "fewer communicators or quantization modes"
             )
-        found = _spec(key, name, facts, keys, capacity, tp)
+        found = _spec(key[0], name, facts, capacity, tp, name in pipelined)
         spec, skipped = (found, "") if isinstance(found, CommSpec) else (None, found)
     return Communicator(name, weakref.ref(comm), capacity, tp, spec, skipped or None)
 
 
-def _spec(
-    key: Key, name: str, facts: Mapping[str, Any], keys: Iterable[Key], capacity: Shape, tp: int
-) -> CommSpec | str:
+def _spec(layer: str, name: str, facts: Mapping[str, Any], capacity: Shape, tp: int, pipelined: bool) -> CommSpec | str:
     """The spec, or why there is none."""
-    method, collective = _use(key, facts, keys)
+    method, collective = _use(layer, facts, pipelined)
     dtype = getattr(torch, facts["dtype"], None)
     if method == "external":
         return "the external all-gather serves MXFP8 only, whose scales TE gathers for a fixed shape"
@@ -120,9 +122,8 @@ def _spec(
     return spec
 
 
-def _use(key: Key, facts: Mapping[str, Any], keys: Iterable[Key]) -> tuple[Method, Collective]:
-    name, mode = key
-    layer, _, alternative = name.partition(" ")  # "fc2_fprop (pipeline)": beside the configured one, for a policy
+def _use(layer: str, facts: Mapping[str, Any], pipelined: bool) -> tuple[Method, Collective]:
+    layer, _, alternative = layer.partition(" ")  # "fc2_fprop (pipeline)": beside the configured one, for a policy
     default, collective = LAYERS.get(layer, ("bulk", "ag"))
     if facts["is_p2p"]:
         return "ring_exchange", "rs" if facts["reduce_scatter"] else "ag"
@@ -130,9 +131,6 @@ def _use(key: Key, facts: Mapping[str, Any], keys: Iterable[Key]) -> tuple[Metho
         return "external", "ag"
     if alternative:
         return ("bulk", "ag") if alternative == "(bulk)" else ("pipeline", "rs")
-    wgrad = DGRAD_REDUCE_SCATTER.get(layer)
-    quantises = _mode(key) == "fp8"  # a gather's buffer has the GEMM's dtype, a reduce-scatter's BF16
-    reduces_dgrad = wgrad is not None and ((wgrad, mode) not in keys or (quantises and facts["dtype"] != "uint8"))
-    if reduces_dgrad or (layer.endswith("_fprop") and collective == "rs"):
+    if pipelined or default == "pipeline":
         return "pipeline", "rs"
     return "bulk", collective

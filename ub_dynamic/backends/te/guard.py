@@ -313,7 +313,7 @@ def _check_scatter(entry: _Entry, spec: CommSpec, columns: int, tokens: int, ext
             f"{columns}: dim 0 of the layer's input must be a multiple of tp = {entry.tp}"
         )
     if spec.method == "bulk":
-        hazards.refuse_split_use_of_bulk(entry.name, quantised=spec.dtype.itemsize == 1)
+        hazards.refuse_pipelined(entry.name, quantised=spec.dtype.itemsize == 1)
         _check_split_use(spec, tokens)
 
 

@@ -64,25 +64,14 @@ def refuse(patches: Patches, communicators: Sequence[Communicator], methods: Met
         patches.replace(common.WeightGradStore, "put", functools.partial(_refuse_delayed, regions=regions))
 
 
-def refuse_pipelined_dgrad(quantised: bool, cfg: Mapping[str, Mapping[str, Any]] | None) -> None:
-    """The last use, where ``initialize_ub`` is told of it: ``cfg`` is TE's of one quantization mode."""
-    for name in DGRAD_REDUCE_SCATTER:
-        if cfg and cfg.get(name, {}).get("method") == "pipeline" and _cuts_by_rows(quantised):
-            raise UBUnsupportedError(_pipelined(name))
-
-
-def refuse_split_use_of_bulk(name: str, quantised: bool) -> None:
-    """The last use again, where a GEMM comes with it; a policy may have changed since the layer's forward."""
+def refuse_pipelined(name: str, quantised: bool) -> None:
+    """The last use, if ``name`` is a dgrad: where it is asked for, and where a GEMM comes with it all the same."""
     if name.split("/")[0] in DGRAD_REDUCE_SCATTER and _cuts_by_rows(quantised):
-        raise UBUnsupportedError(_pipelined(name))
-
-
-def _pipelined(name: str) -> str:
-    return (
-        f"{name} with a pipelined reduce-scatter: TE cuts the weight of a dgrad GEMM at the wrong places there, and "
-        'the gradients would be silently wrong. Use method "ring_exchange" for it, or leave it "bulk" without '
-        "ub_overlap_rs_dgrad"
-    )
+        raise UBUnsupportedError(
+            f"{name} with a pipelined reduce-scatter: TE cuts the weight of a dgrad GEMM at the wrong places there, "
+            'and the gradients would be silently wrong. Use method "ring_exchange" for it, or leave it "bulk" without '
+            "ub_overlap_rs_dgrad"
+        )
 
 
 def _cuts_by_rows(quantised: bool) -> bool:
@@ -152,8 +141,8 @@ def _check_gather(module: Any) -> None:
 
 def _check_dgrad(layer: str, no_ring: Callable[[str], bool], quantised: bool) -> None:
     name = f"{layer}/fp8" if quantised else layer
-    if no_ring(name) and _cuts_by_rows(quantised):
-        raise UBUnsupportedError(_pipelined(name))
+    if no_ring(name):
+        refuse_pipelined(name, quantised)
 
 
 def _refuse_operations(

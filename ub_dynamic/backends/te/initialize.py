@@ -20,14 +20,14 @@ from ...board import RankBoard
 from ...errors import UBShapeError, UBStateError, UBUnsupportedError
 from ...groups import Group, bootstrap_timeout_s
 from ...shapes import Shape
-from ..names import DGRAD_REDUCE_SCATTER, resolve_specs
 from ..protocol import Alternatives
+from ..quantization import NONE, Mode, resolve_modes
 from . import hazards
 from . import native as native_file
-from .alternatives import arrange, check_sms, construct
+from .alternatives import arrange, construct
 from .backend import TEBackend
 from .build import find_te
-from .communicators import Communicator, communicator_name, read_communicators
+from .communicators import CUBLASMP, Communicator, communicator_name, read_communicators
 from .install import stock
 from .patches import Patches
 from .plans import Plans
@@ -68,20 +68,17 @@ def create_te_backend(
     if vars(base)["_ub_communicators"] is not None:
         raise UBStateError("TE's UserBuffers are already initialised, not by this package: call te.destroy_ub")
     _check_topology(tp_size, group)
-    modes = _modes(base, quantization_modes, use_fp8)
-    cfgs = _cfgs(ub_cfgs, len(modes))
-    for mode, cfg in zip(modes, cfgs, strict=True):
-        quantised = mode != base.UserBufferQuantizationMode.NONE
-        # raises for what TE or its kernels would not take
-        specs = resolve_specs(capacity, tp_size, dtype, cfg, quantised=quantised)
-        if not with_cublasmp:
-            for spec in specs:
-                if spec.method in ("bulk", "pipeline"):  # a ring copies by copy engines
-                    check_sms(spec.name, spec.num_sm)
-            hazards.refuse_pipelined_dgrad(quantised, cfg)
+    # raises for what TE or its kernels would not take
+    modes = resolve_modes(capacity, tp_size, dtype, ub_cfgs, quantization_modes, use_fp8, with_cublasmp)
+    kinds = [base.UserBufferQuantizationMode(mode.value) for mode in modes]
+    cfgs = [mode.cfgs for mode in modes]
+    if not with_cublasmp:
+        for mode in modes:
+            for name in mode.pipelined_dgrads:
+                hazards.refuse_pipelined(name, mode.quantised)
     arrangement = None
     if alternatives:
-        _check_choosing(modes, base, with_cublasmp)
+        _check_choosing(modes, with_cublasmp)
         arrangement = arrange(alternatives, cfgs[0], capacity, tp_size, dtype)
         cfgs = [arrangement.ub_cfgs]
     native, reason = _load_native(group)
@@ -94,22 +91,23 @@ def create_te_backend(
             _call_stock(
                 shape=list(capacity),
                 tp_size=tp_size,
-                quantization_modes=modes,
+                quantization_modes=kinds,
                 dtype=dtype,
                 ub_cfgs=cfgs,
                 bootstrap_backend=bootstrap_backend or ("gloo" if dist.is_gloo_available() else "nccl"),
                 with_cublasmp=with_cublasmp,
             )
         if arrangement is not None and native is not None:
-            construct(arrangement, _table(base), modes[0], capacity, tp_size, dtype, native, bootstrap)
-        communicators = read_communicators(_table(base), capacity, tp_size, native, reason)
+            construct(arrangement, _table(base), kinds[0], capacity, tp_size, dtype, native, bootstrap)
+        pipelined = [communicator_name((name, mode.value)) for mode in modes for name in mode.pipelined_dgrads]
+        communicators = read_communicators(_table(base), capacity, tp_size, native, reason, pipelined)
         registry, reason = _register(native, communicators, group)
         if reason:
             communicators = read_communicators(_table(base), capacity, tp_size, None, reason)
         if arrangement is not None and native is not None:
             if reason:
                 raise UBUnsupportedError(f"a policy needs the native file: {reason}")
-            plans = Plans(arrangement, communicators, native, registry, vars(base), modes[0])
+            plans = Plans(arrangement, communicators, native, registry, vars(base), kinds[0])
         backend = TEBackend(
             communicators, capacity, group, native=native, registry=registry, bootstrap=bootstrap, plans=plans
         )
@@ -157,43 +155,14 @@ def _check_topology(tp_size: int, group: Group) -> None:
         raise UBUnsupportedError(f"TE takes contiguous ranks as TP group, here {wanted}, not {list(group.members)}")
 
 
-def _modes(base: ModuleType, modes: Sequence[Any] | None, use_fp8: bool) -> list[Any]:
-    kind = base.UserBufferQuantizationMode
-    chosen = list(modes) if modes else [kind.FP8 if use_fp8 else kind.NONE]
-    if len(set(chosen)) != len(chosen):
-        raise UBShapeError(
-            f"quantization_modes {[str(mode) for mode in chosen]} names a mode twice: TE would replace the first "
-            "communicators by the second, and the destructor of the first ones takes the shared communicator along"
-        )
-    return chosen
-
-
-def _check_choosing(modes: Sequence[Any], base: ModuleType, with_cublasmp: bool) -> None:
+def _check_choosing(modes: Sequence[Mode], with_cublasmp: bool) -> None:
     if with_cublasmp:
         raise UBUnsupportedError("a policy chooses between TE's own communicators, cuBLASMp has others: leave one out")
-    if list(modes) != [base.UserBufferQuantizationMode.NONE]:
+    if [mode.value for mode in modes] != [NONE]:
         raise UBUnsupportedError(
             f"a policy chooses for BF16 alone, not for quantization modes {[mode.value for mode in modes]}: FP8 modes "
             "have communicators of their own, and one flag of a layer serves both"
         )
-
-
-def _cfgs(ub_cfgs: Any, count: int) -> list[dict[str, Any] | None]:
-    """One configuration a mode. A name that maps to None, as Megatron's presets have it, keeps its default."""
-    given = [ub_cfgs] * count if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
-    if len(given) != count:
-        raise UBShapeError(f"ub_cfgs has {len(given)} entries for {count} quantization modes")
-    cfgs = [None if cfg is None else {k: dict(v) for k, v in cfg.items() if v is not None} for cfg in given]
-    if sum(_reduces_dgrad(cfg) for cfg in cfgs if cfg) > 1:
-        raise UBUnsupportedError(
-            "TE's initialize_ub takes a dgrad reduce-scatter (a qkv_dgrad or fc1_dgrad that is not bulk) in one "
-            "quantization mode only: its tables are changed by the first and refuse the second"
-        )
-    return cfgs
-
-
-def _reduces_dgrad(cfg: Mapping[str, Mapping[str, Any]]) -> bool:
-    return any(cfg.get(name, {}).get("method", "bulk") != "bulk" for name in DGRAD_REDUCE_SCATTER)
 
 
 def _call_stock(**arguments: Any) -> None:
@@ -288,4 +257,5 @@ def _log(backend: TEBackend) -> None:
         logger.info("follow the active shape: %s", ", ".join(backend.specs))
     for reason in sorted(set(backend.skipped.values())):
         names = ", ".join(name for name, why in backend.skipped.items() if why == reason)
-        logger.log(logging.INFO if backend.specs else logging.WARNING, "stay at capacity: %s: %s", names, reason)
+        what = "take T from their operands" if reason == CUBLASMP else "stay at capacity"
+        logger.log(logging.WARNING if backend.capacity_only else logging.INFO, "%s: %s: %s", what, names, reason)
