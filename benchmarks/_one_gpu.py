@@ -55,6 +55,9 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
     if EVENTS in os.environ:
         _measure(measure, options)
         return 0
+    if options.gpus and (missing := gpus_missing(max(options.tp))) is not None:
+        print(f"{name}: --gpus: {missing}", file=sys.stderr)
+        return 2
     rows: list[Row] = []
     worst = 0
     for tp in options.tp:
@@ -71,6 +74,16 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
         if code in SIGNALLED:
             break
     return worst
+
+
+def gpus_missing(ranks: int) -> str | None:
+    """Why there is no GPU for each of ``ranks`` ranks, or None."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if found >= ranks:
+        return None
+    return f"torch sees {found} GPU(s) here, and {ranks} ranks need one each; rehearse.py runs ranks that share one"
 
 
 def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool, gpus: bool = False) -> tuple[int, list[Row]]:

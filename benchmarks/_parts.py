@@ -23,6 +23,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # a machine that has a copy of the tree, and nothing installed
 
+import _one_gpu  # noqa: E402
+
 from ub_dynamic.testing.launch import RankRun, tail  # noqa: E402
 
 START_S = 33.0  # starting ranks, imports, compiling
@@ -186,16 +188,6 @@ def unpack(archive: Path | None, out: Path) -> None:
                 shutil.copy2(path, target)
 
 
-def gpus_missing(ranks: int) -> str | None:
-    """Why there is no GPU for each of ``ranks`` ranks, or None."""
-    import torch
-
-    found = torch.cuda.device_count()
-    if found >= ranks:
-        return None
-    return f"torch sees {found} GPU(s) here, and {ranks} ranks need one each; rehearse.py runs ranks that share one"
-
-
 def options_of(description: str) -> argparse.ArgumentParser:
     """What every plan takes."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -224,7 +216,7 @@ def main(
     if options.dry_run:
         show(chosen, options.budget)
         return 0
-    if (missing := gpus_missing(options.gpus)) is not None:
+    if (missing := _one_gpu.gpus_missing(options.gpus)) is not None:
         parser.error(f"--gpus {options.gpus}: {missing}")
     out.mkdir(parents=True, exist_ok=True)
     unpack(options.archive, out)
