@@ -8,6 +8,7 @@ parts can travel in one archive, from which the next command goes on, also on a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -170,7 +171,10 @@ def pack(archive: Path | None, out: Path) -> None:
         return
     partial = archive.with_name(f"{archive.name}.tmp")
     with tarfile.open(partial, "w:gz") as tar:
-        tar.add(out, arcname=INNER)
+        for path in sorted(out.rglob("*")):
+            with contextlib.suppress(FileNotFoundError):  # a program beside this one has put it in place
+                if path.is_file() and path.suffix != ".tmp":
+                    tar.add(path, arcname=Path(INNER) / path.relative_to(out))
     partial.replace(archive)
 
 
@@ -206,7 +210,7 @@ def main(
     options: argparse.Namespace,
     parts: Sequence[Part],
     out: Path,
-    finish: Callable[[], None] = lambda: None,
+    finish: Callable[[], object] = lambda: None,
 ) -> int:
     """Run, or show, what ``options`` leave of ``parts``; ``finish``: what is made of all files, after each part."""
     if unknown := {*(options.only or ()), *options.skip} - {part.name for part in parts}:

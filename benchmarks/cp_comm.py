@@ -151,7 +151,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ways = [row for row in rows if row["what"] == "way"]
     made = {
         "comparisons": float(len(ways)),
-        "rel_error_max": max(row["rel_error"] for row in ways),
+        "rel_error_max": max((row["rel_error"] for row in ways), default=0.0),
         "outside_tolerance": sum(row["outside"] for row in ways),
     }
     if picks := [row["over_best"] for row in ways if row.get("chosen")]:

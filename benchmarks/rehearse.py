@@ -4,6 +4,9 @@
     python benchmarks/rehearse.py --out /tmp/rehearsal --archive rehearsal.tar.gz
     python benchmarks/rehearse.py --on cpu                    what needs no GPU
 
+4 minutes on an H200. What overlaps by UserBuffers runs one after another, since kernels of two such programs starve
+each other (``_side_by_side.py``), and what does not runs beside it, since starting ranks takes most of the time.
+
 The programs, their options and their order are those of a machine with several GPUs; what its plan cannot reach on one
 GPU runs beside it: each peer once, without its time (te_peers.py), and torchrun with one rank (gpus_seen.py). What
 ranks that share a GPU cannot compare has to be refused: a result with the time of NCCL, of async TP or of cuBLASMp is
@@ -16,7 +19,9 @@ import argparse
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ import _parts
 import several_gpus
 import several_gpus_cp
 from _parts import HERE, Part
+from _side_by_side import find_gpus, shared_daemons
 
 from ub_dynamic.modes import CPU_MPI, gpu_mode, shares_gpu
 from ub_dynamic.testing.results import results_folder
@@ -41,7 +47,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "tokens": "256,512",
         "steps": "512",
         "capacity": 1024,
-        "tune_s": 25.0,
+        "tune_s": 12.0,
         "bits": 3,
         "operations": 60,
     },
@@ -51,14 +57,16 @@ SCALE = 0.04  # of all other seconds
 BUDGET_S = 225.0
 # What has run on one GPU for long: last.
 KNOWN = ("te_bits", "te_stress", "tp_step_zeros")
+BESIDE = (*(name for name, _, _ in several_gpus_cp.PROGRAMS.values()), "gpus_seen")  # without UserBuffers
 
 
 def plan(ranks: int, backend: str, out: Path) -> list[Part]:
     """The parts of both plans, those that have not run elsewhere first."""
     parts = several_gpus.plan(setup_of(ranks, backend, out))
     if backend == "te":
+        parts.insert(2, _beside("te_peers", out, "--tp", str(ranks)))
+        parts += [_beside("gpus_seen", out, "--tp", "1", "--gpus")]
         parts += several_gpus_cp.plan(ranks, out, f"rehearsal{ranks}", SCALE, CP_WORDS)
-        parts += [_beside("te_peers", out, "--tp", str(ranks)), _beside("gpus_seen", out, "--tp", "1", "--gpus")]
     return sorted(parts, key=lambda part: part.name.startswith(KNOWN))
 
 
@@ -123,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--archive", type=Path, help="a .tar.gz of --out, made anew after each part")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
     parser.add_argument("--only", nargs="+", help="parts whose names begin so")
+    parser.add_argument("--in-turn", action="store_true", help="nothing side by side")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and run nothing")
     options = parser.parse_args(arguments)
     backend, out = ("te" if options.on == "gpu" else "host"), options.out.resolve()
@@ -142,9 +151,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return rehearse(parts, backend, out, options)
 
 
+def run(parts: Sequence[Part], backend: str, out: Path, options: argparse.Namespace) -> list[str]:
+    """All parts, those of :data:`BESIDE` beside the others; the names of those that are not done."""
+    lock = threading.Lock()
+
+    def after() -> None:
+        with lock:
+            _parts.pack(options.archive, out)
+
+    beside = [part for part in parts if part.name.startswith(BESIDE) and not options.in_turn]
+    lanes = [beside, [part for part in parts if part not in beside]]
+    gpus = find_gpus() if backend == "te" else []
+    with shared_daemons(gpus), ThreadPoolExecutor(len(lanes)) as pool:
+        for gpu in gpus:
+            os.environ.update(gpu.daemon)
+        ended = [pool.submit(_parts.run, lane, out, options.budget, after) for lane in lanes]
+        return [name for each in ended for name in each.result()]
+
+
 def rehearse(parts: Sequence[Part], backend: str, out: Path, options: argparse.Namespace) -> int:
     """Run all, then say what is wrong with what they wrote."""
-    bad = _parts.run(parts, out, options.budget, lambda: _parts.pack(options.archive, out))
+    bad = run(parts, backend, out, options)
     several_gpus.merge_ops(setup_of(options.ranks, backend, out))
     for part in parts:
         if part.name in bad:

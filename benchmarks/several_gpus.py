@@ -9,7 +9,7 @@ the one before it ended: after its ``--budget``, or on another machine over ``--
     python benchmarks/several_gpus.py --gpus 2 --dry-run      only say what would run in which command, with seconds
 
 On a machine that takes commands of 600 s and keeps nothing between two machines, from the root of the checkout, with
-Transformer Engine's environment; for 4 and 8 GPUs the same with --gpus 4 (x4) and --gpus 8 (x8):
+Transformer Engine's environment and UB_DYNAMIC_COMMIT; for 4 and 8 GPUs the same with --gpus 4 (x4) and --gpus 8 (x8):
 
     1.  python benchmarks/several_gpus.py --gpus 2 --out /tmp/x2 --archive $OUT/x2.tar.gz
     2.  cp carried/x2.tar.gz $OUT/; python benchmarks/several_gpus.py --gpus 2 --out /tmp/x2 --archive $OUT/x2.tar.gz
@@ -179,11 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = (options.out or results_folder()).resolve()
     setup = Setup(options.gpus, "te", f"x{options.gpus}", out)
 
-    def finish() -> None:
-        if (merged := merge_ops(setup)) is not None:
-            print(f"{merged.name}: {json.loads(merged.read_text())['figures']}", flush=True)
-
-    return _parts.main(parser, options, plan(setup), out, finish)
+    status = _parts.main(parser, options, plan(setup), out, lambda: merge_ops(setup))
+    if not options.dry_run and (merged := merge_ops(setup)) is not None:
+        print(f"{merged.name}: {json.loads(merged.read_text())['figures']}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ again. NVLink multicast stays off, as in several_gpus.py.
     python benchmarks/several_gpus_cp.py --gpus 4 --dry-run   only say what would run, with seconds
 
 On a machine that takes commands of 600 s and keeps nothing between two machines, from the root of the checkout, with
-Transformer Engine's environment; for 2 and 8 GPUs the same with --gpus 2 (x2) and --gpus 8 (x8):
+Transformer Engine's environment and UB_DYNAMIC_COMMIT; for 2 and 8 GPUs the same with --gpus 2 (x2) and --gpus 8 (x8):
 
     1.  python benchmarks/several_gpus_cp.py --gpus 4 --out /tmp/cp4 --archive $OUT/cp4.tar.gz
 

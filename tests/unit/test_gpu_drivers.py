@@ -301,6 +301,29 @@ class TestRehearsal:
             assert part.writes.stem.endswith(("_rehearsal", "_rehearsal2")), part
             assert ("--gpus" in part.words) == (part.name == "gpus_seen_rehearsal")
 
+    def test_only_what_has_no_userbuffers_runs_beside_what_has(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rehearse = load("rehearse")
+        lanes: list[list[str]] = []
+
+        def run(lane: list[Any], out: Path, budget_s: float, after: Any) -> list[str]:
+            lanes.append([part.name for part in lane])
+            after()
+            return [part.name for part in lane[:1]]
+
+        monkeypatch.setattr(rehearse._parts, "run", run)
+        monkeypatch.setattr(rehearse, "find_gpus", list)
+        parts = rehearse.plan(2, "te", tmp_path)
+        options = types.SimpleNamespace(budget=1.0, archive=tmp_path / "a.tar.gz", in_turn=False)
+        assert rehearse.run(parts, "te", tmp_path, options) == ["gpus_seen_rehearsal", "tune_h1024"]
+        others = ["cp_te_rehearsal2", "cp_hierarchical_rehearsal2", "attnres_rehearsal2"]
+        assert ["gpus_seen_rehearsal", *others] in lanes and sum(map(len, lanes)) == len(parts)
+        options.in_turn = True
+        lanes.clear()
+        rehearse.run(parts, "te", tmp_path, options)
+        assert sorted(map(len, lanes)) == [0, len(parts)]
+
     def test_nothing_goes_into_the_results(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("UB_DYNAMIC_RESULTS", str(tmp_path))
         with pytest.raises(SystemExit):
