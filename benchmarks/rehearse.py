@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ CP_WORDS = {
     "cp_comm.py": ("--lengths", "four", "padded", "--shrink", "16"),
     "attnres_step.py": ("--vpp", "2", "--hidden", "256"),
 }
+NONE = ("mismatches", "multicast", "outside_tolerance", "wrong", "wrong_sums")  # figures that have to be 0
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "te": {
         "hiddens": (1024,),
@@ -88,9 +88,10 @@ def _beside(program: str, out: Path, *more: str) -> Part:
 
 
 def wrong(part: Part, mode: str) -> list[str]:
-    """What a result says that this mode must not say."""
+    """What a result says that it must not say, in this mode or in any."""
     record = json.loads(part.writes.read_text())
     found = [] if record["mode"] == mode else [f"mode is {record['mode']}, not {mode}"]
+    found += [f"{name} is {count}" for name in NONE if (count := record.get("figures", {}).get(name))]
     if shares_gpu(mode):
         found += [f"it has {name}" for name in sorted(set(_refused(record["rows"], is_timeless(part))))]
     return found
@@ -126,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu", help="ranks that share one GPU, or CPU ranks")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "rehearsal", help="made anew: results, logs")
-    parser.add_argument("--go-on", action="store_true", help="with what is in --out, instead of making it anew")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "rehearsal", help="of results and logs")
+    parser.add_argument("--go-on", action="store_true", help="with what is in --out already")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of --out, made anew after each part")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
     parser.add_argument("--only", nargs="+", help="parts whose names begin so")
@@ -143,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in parts:
             print(f"{part.name:24} {part.seconds:5.1f} s  python {' '.join(part.words)}")
         return 0
-    if not options.go_on:
-        shutil.rmtree(out, ignore_errors=True)
+    if not options.go_on and out.exists() and any(out.iterdir()):
+        parser.error(f"--out {out} is not empty: --go-on keeps what is done; or name another folder")
     out.mkdir(parents=True, exist_ok=True)
     if backend == "te":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

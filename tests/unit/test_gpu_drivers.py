@@ -330,6 +330,13 @@ class TestRehearsal:
             load("rehearse").main(["--out", str(tmp_path / "below")])
         assert not list(tmp_path.iterdir())
 
+    def test_what_is_in_a_folder_stays(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "a file").write_text("mine")
+        with pytest.raises(SystemExit):
+            load("rehearse").main(["--on", "cpu", "--out", str(tmp_path)])
+        assert "is not empty" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+
     @pytest.mark.parametrize(
         ("name", "rows", "found"),
         [
@@ -352,8 +359,8 @@ class TestRehearsal:
         part.writes.write_text(json.dumps({"mode": "one-gpu-2-ranks", "rows": rows}))
         mode = rehearse.mode_of(part, 2, "te")
         assert rehearse.wrong(part, mode) == [f"it has {each}" for each in found]
-        part.writes.write_text(json.dumps({"mode": "2-gpus", "rows": []}))
-        assert rehearse.wrong(part, mode) == ["mode is 2-gpus, not one-gpu-2-ranks"]
+        part.writes.write_text(json.dumps({"mode": "2-gpus", "figures": {"wrong": 2, "mismatches": 0}, "rows": []}))
+        assert rehearse.wrong(part, mode) == ["mode is 2-gpus, not one-gpu-2-ranks", "wrong is 2"]
 
     def test_what_is_left_out_is_said(self, tmp_path: Path) -> None:
         rehearse = load("rehearse")
