@@ -156,7 +156,7 @@ def _launched(
 
 def _wait(started: RankRun, timeout_s: float) -> tuple[int, str]:
     result = started.wait(timeout_s)
-    output = f"{tail(result.stdout, 40)}\n{tail(result.stderr, 60)}"
+    output = f"{tail(result.stdout, 200)}\n{tail(result.stderr, 200)}"
     return (one_gpu.TIMED_OUT if result.timed_out else result.returncode), output
 
 
