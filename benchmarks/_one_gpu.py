@@ -19,8 +19,8 @@ from typing import Any
 
 from ub_dynamic.bench.report import Report
 from ub_dynamic.bench.start import EVENTS, Ended, collect
-from ub_dynamic.bench.worlds import TEWorld, World
-from ub_dynamic.modes import gpu_mode, ranks_apart, ranks_on_one_gpu
+from ub_dynamic.bench.worlds import TEWorld, World, refusal
+from ub_dynamic.modes import gpu_mode, ranks_apart, ranks_on_one_gpu, shares_gpu
 from ub_dynamic.output_file import write_whole
 from ub_dynamic.testing.one_gpu import active_ranks, exit_status, signals_as_exit
 from ub_dynamic.testing.results import write_result
@@ -56,6 +56,9 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
     if EVENTS in os.environ:
         _measure(measure, options)
         return 0
+    if options.gpus and (missing := gpus_missing(max(options.tp))) is not None:
+        print(f"{name}: --gpus: {missing}", file=sys.stderr)
+        return 2
     rows: list[Row] = []
     worst = 0
     for tp in options.tp:
@@ -72,6 +75,16 @@ def main(name: str, options: argparse.Namespace, measure: Measure, figures: Figu
         if code in SIGNALLED:
             break
     return worst
+
+
+def gpus_missing(ranks: int) -> str | None:
+    """Why there is no GPU for each of ``ranks`` ranks, or None."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if found >= ranks:
+        return None
+    return f"torch sees {found} GPU(s) here, and {ranks} ranks need one each; rehearse.py runs ranks that share one"
 
 
 def start(tp: int, command: Sequence[str], *, timeout_s: float, mps: bool, gpus: bool = False) -> tuple[int, list[Row]]:
@@ -106,6 +119,30 @@ def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
 
 def _ranks(mode: str) -> int:
     return ranks_on_one_gpu(mode) or ranks_apart(mode)
+
+
+def timing_world(world: Any) -> TEWorld:
+    """``world`` for timings: in the mode that it runs in, this rank on processors of its own.
+
+    Where ranks share a GPU, says that times are left out (:func:`times`).
+    """
+    from ub_dynamic.testing.te_world import keep_to_own_processors
+
+    keep_to_own_processors(world)
+    timing = TEWorld(world, gpu_mode(world.size, shared=active_ranks() is not None))
+    if world.rank == 0 and (reason := refusal(timing.mode, "none")) is not None:
+        print(f"left out: times, as of {reason}", flush=True)
+    return timing
+
+
+def times(world: TEWorld, fields: Row) -> Row:
+    """``fields`` of a row, which are times between ranks; none of them where they mean nothing."""
+    return {} if shares_gpu(world.mode) else fields
+
+
+def connections() -> Row:
+    """Of a row: the hardware queues of this process, on which overlap of streams depends."""
+    return {"cuda_device_max_connections": int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))}
 
 
 def measuring(measure: Callable[[World, Mapping[str, Any], Report], None], timings: bool = False) -> Measure:

@@ -4,7 +4,7 @@
     python benchmarks/cp_step.py --tp 2
 
 The experiment of TE issue #3487: BF16, packed sequences, p2p, real and padded boundaries that are equal and lie in
-tensors of their own. ``--tp`` ranks are the context-parallel group, one a GPU; on a shared GPU the times mean nothing.
+tensors of their own. ``--tp`` ranks are the context-parallel group, one a GPU; of a shared GPU no times are kept.
 Four arms take turns in one process: stock, the resolver alone, the patches alone, both. Once attention alone, once
 inside a stack of attention layers with their projections.
 """
@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-os.environ.setdefault("NVTE_TORCH_COMPILE", "1")  # as TE runs by default
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")  # as TE runs by default
+os.environ.setdefault("NVTE_TORCH_COMPILE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a ring's streams run side by side; 1 is for TP overlap
 
 import _one_gpu
 import torch
@@ -32,7 +34,6 @@ from ub_dynamic.bench.worlds import TEWorld
 from ub_dynamic.cp.current import packed
 from ub_dynamic.cp.pad_hooks import install_pad_resolver
 from ub_dynamic.cp.te_patches import te_backward_patches
-from ub_dynamic.modes import gpu_mode
 
 HEADS, GROUPS, LAYERS = 16, 16, 4
 LENGTHS = {"four": (2048, 4096, 1024, 1024), "long": (16384, 8192, 8192), "many": (256,) * 32}
@@ -117,27 +118,26 @@ def arm_of(name: str, step: Alone | Stack, problem: Problem) -> Iterator[None]:
 
 
 def measure(world: Any, options: argparse.Namespace, add: Add) -> None:
-    groups = groups_of("p2p", 1)
-    parts = [(kind, make) for kind in LENGTHS for make in (Alone, Stack)]
+    groups, timing = groups_of("p2p", 1), _one_gpu.timing_world(world)
+    parts = [(kind, make) for kind in options.lengths for make in (Alone, Stack)]
     end = time.monotonic() + options.seconds
     for index, (kind, make) in enumerate(parts):
-        problem = Problem.make(LENGTHS[kind], world.size, world.rank, world.device, HEADS, GROUPS)
+        lengths = [length // options.shrink for length in LENGTHS[kind]]
+        problem = Problem.make(lengths, world.size, world.rank, world.device, HEADS, GROUPS)
         step = make(problem, groups)
         until = time.monotonic() + (end - time.monotonic()) / (len(parts) - index)
-        row = {"lengths": kind, "where": make.__name__.lower(), **compare(world, step, problem, until)}
-        add(row)
+        row = {"lengths": kind, "where": make.__name__.lower(), **compare(timing, step, problem, until)}
+        add({**row, **_one_gpu.connections()})
         if world.rank == 0:
             print(row, flush=True)
 
 
-def compare(world: Any, step: Alone | Stack, problem: Problem, until: float) -> dict[str, Any]:
+def compare(world: TEWorld, step: Alone | Stack, problem: Problem, until: float) -> dict[str, Any]:
     """One row: milliseconds, ratios to stock, launches and waits of the host of every arm."""
-
-    timed = TEWorld(world, gpu_mode(world.size, shared=False)).timed
 
     def block(arm: str, steps: int) -> float:
         with arm_of(arm, step, problem):
-            return timed(lambda _: step(), steps)
+            return world.timed(lambda _: step(), steps)
 
     row: dict[str, Any] = {}
     for arm in ARMS:
@@ -146,25 +146,28 @@ def compare(world: Any, step: Alone | Stack, problem: Problem, until: float) -> 
         told = world.gather((seen.launches, seen.host_waits + seen.copies_to_host))
         row[f"{arm}_launches"], row[f"{arm}_host_waits"] = (max(values) for values in zip(*told, strict=True))
     taken = interleaved(ARMS, block, world.gather, until)
+    times: dict[str, Any] = {"blocks": len(taken["stock"])}
     for arm in ARMS:
-        row[f"{arm}_ms"] = statistics.median(taken[arm])
+        times[f"{arm}_ms"] = statistics.median(taken[arm])
         if arm != "stock":
-            row[f"{arm}_over_stock"], row[f"{arm}_interval"] = ratio(taken[arm], taken["stock"])
-    row["blocks"] = len(taken["stock"])
-    return row
+            times[f"{arm}_over_stock"], times[f"{arm}_interval"] = ratio(taken[arm], taken["stock"])
+    return row | _one_gpu.times(world, times)
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     made: dict[str, float] = {"comparisons": len(rows)}
     for arm in ARMS[1:]:
-        made[f"{arm}_over_stock_max"] = max(row[f"{arm}_over_stock"] for row in rows)
-        made[f"{arm}_over_stock_median"] = statistics.median(row[f"{arm}_over_stock"] for row in rows)
+        if found := [row[f"{arm}_over_stock"] for row in rows if f"{arm}_over_stock" in row]:
+            made[f"{arm}_over_stock_max"], made[f"{arm}_over_stock_median"] = max(found), statistics.median(found)
     made["both_host_waits"] = max(row["both_host_waits"] for row in rows)
     return made
 
 
 def main() -> int:
-    options = _one_gpu.timed_parser("cp_step", __doc__, seconds=90, timeout=240).parse_args()
+    made = _one_gpu.timed_parser("cp_step", __doc__, seconds=90, timeout=240)
+    made.add_argument("--lengths", nargs="+", choices=tuple(LENGTHS), default=list(LENGTHS), help="of the packed batch")
+    made.add_argument("--shrink", type=int, default=1, help="divide every length by this, to try the program")
+    options = made.parse_args()
     return _one_gpu.main(options.name, options, measure, figures)
 
 

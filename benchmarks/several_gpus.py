@@ -1,115 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
 """TP overlap with one rank a GPU: bits, tuned tables, every operation and step against every peer, real lengths.
 
-    python benchmarks/several_gpus.py --gpus 2                the plan below, 20 minutes at most
-    python benchmarks/several_gpus.py --gpus 2 --dry-run      only say what would run, with seconds
-    python benchmarks/several_gpus.py --rehearse              the same plan on CPU ranks, tiny, without the bits
-
-The most important part is first, each writes its result file (suffix _x2, _x4, _x8) when it ends, and a part whose
-file is there already is not run again: a run that was cut off goes on where it ended. NVLink multicast stays off
+Writes ops_x2.json (_x4, _x8) and a file with that suffix for each part; tables in the folder ``tables`` of ``--out``.
+The most important part is first. A part whose file is whole is not run again, so that the same command goes on where
+the one before it ended: after its ``--budget``, or on another machine over ``--archive``. NVLink multicast stays off
 (UB_SKIPMC=1 and the other variables of :mod:`ub_dynamic.bench.start`).
+
+    python benchmarks/several_gpus.py --gpus 2 --dry-run      only say what would run in which command, with seconds
+
+On a machine that takes commands of 600 s and keeps nothing between two machines, from the root of the checkout, with
+Transformer Engine's environment and UB_DYNAMIC_COMMIT; for 4 and 8 GPUs the same with --gpus 4 (x4) and --gpus 8 (x8):
+
+    1.  python benchmarks/several_gpus.py --gpus 2 --out /tmp/x2 --archive $OUT/x2.tar.gz
+    2.  cp carried/x2.tar.gz $OUT/; python benchmarks/several_gpus.py --gpus 2 --out /tmp/x2 --archive $OUT/x2.tar.gz
+    3.  the same as 2
+
+where ``carried/x2.tar.gz`` is the archive that the command before has brought back, and $OUT the folder whose files
+come back. Where the machine is the same as before, /tmp/x2 is there still, and wins. Three commands, 23 minutes, reach
+everything; the first two, 18 minutes, all but the steps at H = 8192, real lengths and steps of zeros.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import tarfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # a machine that has a copy of the tree, and nothing installed
+import _parts
+from _parts import HERE, Part
 
-from ub_dynamic.bench import op  # noqa: E402
-from ub_dynamic.testing.launch import RankRun, tail  # noqa: E402
-from ub_dynamic.testing.results import results_folder  # noqa: E402
+from ub_dynamic.bench import op
+from ub_dynamic.bench.operations import GEMMS
+from ub_dynamic.bench.workloads import DISTRIBUTIONS
+from ub_dynamic.cli.measuring import token_list
+from ub_dynamic.testing.results import results_folder
 
-START_S = 20.0  # starting ranks, imports, compiling
-GRACE_S = 45.0  # beyond its seconds, before a part is ended
 MODULE = ("-m", "ub_dynamic")
-
-
-@dataclass(frozen=True)
-class Part:
-    """``seconds``: to measure in. ``writes``: the file that says it is done."""
-
-    name: str
-    words: tuple[str, ...]
-    seconds: float
-    writes: Path
+STEADY = "dynamic,exact,pad"  # of a step of zeros: NCCL and a policy compare at full power
+PEERS = ("default", "none", "async_tp", "cublasmp")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how large. ``backend``: te, or host for a rehearsal."""
+    """Where and how large. ``backend``: te, or host for a rehearsal; ``more``: words that a program gets beside."""
 
     ranks: int
     backend: str
     suffix: str
     out: Path
-    tables: Path
     hiddens: tuple[int, ...] = (4096, 8192)
+    gemms: tuple[str, ...] = tuple(GEMMS)
     tokens: str = "512:16384"
+    steps: str = "2048,4096,8192,16384"
     capacity: int = 16384
-    scale: float = 1.0  # of all seconds
+    tune_s: float = 100.0
+    scale: float = 1.0  # of all other seconds
+    bits: int = 40  # lengths of each sweep
+    operations: int = 1000
+    apart: bool = True  # one rank a GPU
 
     def result(self, name: str) -> Path:
         return self.out / f"{name}_{self.suffix}.json"
 
     def table(self, hidden: int) -> Path:
-        return self.tables / f"tuned_h{hidden}_{self.suffix}.json"
+        return self.out / "tables" / f"tuned_h{hidden}_{self.suffix}.json"
 
 
 def plan(setup: Setup) -> list[Part]:
     """Every part, the most important first."""
-    parts = [] if setup.backend == "host" else [_bits(setup, "te_bits", 120), _bits(setup, "te_stress", 30)]
-    parts += [_tune(setup, hidden, 140) for hidden in setup.hiddens]
+    first, *others = setup.hiddens
+    gpus = setup.backend == "te"
+    parts = [_program(setup, "gpus_seen", 2)] if gpus and setup.apart else []
+    parts += [_program(setup, "te_bits", 150, "--lengths", str(setup.bits))] if gpus else []
+    parts += [_tune(setup, hidden) for hidden in setup.hiddens]
     parts += [_op(setup, hidden, 90) for hidden in setup.hiddens]
-    first = setup.hiddens[0]
-    parts.append(_step(setup, "tp_step", first, "te.LayerNormMLP", 70))
-    if setup.backend == "te":
-        parts.append(_step(setup, "tp_step_layer", first, "te.TransformerLayer", 70))
-    parts += [_step(setup, "tp_step", hidden, "te.LayerNormMLP", 50) for hidden in setup.hiddens[1:]]
+    parts.append(_step(setup, "tp_step", first, 100))
+    if gpus:
+        parts.append(_step(setup, "tp_step_layer", first, 105, "--layer", "te.TransformerLayer"))
+        parts.append(_program(setup, "te_stress", 20, "--operations", str(setup.operations)))
+    parts += [_step(setup, "tp_step", hidden, 95) for hidden in others]
     parts.append(_lengths(setup, first, 45))
+    parts.append(_step(setup, "tp_step_zeros", first, 60, "--operands", "zeros", "--arms", STEADY))
     return parts
 
 
-def _bits(setup: Setup, program: str, seconds: float) -> Part:
+def _program(setup: Setup, program: str, seconds: float, *more: str) -> Part:
     name = f"{program}_{setup.suffix}"
-    more = ("--lengths", "20") if program == "te_bits" else ("--operations", "1000")
-    shared = () if setup.suffix.startswith("shared") else ("--gpus",)
-    words = (str(HERE / f"{program}.py"), "--tp", str(setup.ranks), *shared, "--timeout", str(seconds + GRACE_S))
-    return Part(name, (*words, *more, "--name", name, "--out", str(setup.out)), seconds, setup.out / f"{name}.json")
+    apart = ("--gpus",) if setup.apart else ()
+    words = (str(HERE / f"{program}.py"), "--tp", str(setup.ranks), *apart, "--timeout", "{limit}", *more)
+    scaled = max(2.0, seconds * setup.scale)
+    return Part(name, (*words, "--name", name, "--out", str(setup.out)), scaled, setup.out / f"{name}.json", 1)
 
 
-def _tune(setup: Setup, hidden: int, seconds: float) -> Part:
+def _tune(setup: Setup, hidden: int) -> Part:
     table = setup.table(hidden)
-    picture = ("--plot", str(table.with_suffix(".png")))
-    words = (*MODULE, "tune", *_common(setup, "--tp"), "--hidden", str(hidden), "--tokens", setup.tokens)
-    return _part(setup, f"tune_h{hidden}", (*words, "--out", str(table), *picture), seconds, table.with_suffix(".png"))
+    words = (*MODULE, "tune", *_common(setup, "--tp"), "--hidden", str(hidden), *_cells(setup))
+    words = (*words, "--out", str(table), "--plot", str(table.with_suffix(".png")))
+    words = (*words, "--seconds", f"{setup.tune_s:g}")
+    return Part(f"tune_h{hidden}", words, setup.tune_s, table, _count(setup, hidden), resumes=True)
 
 
 def _op(setup: Setup, hidden: int, seconds: float) -> Part:
-    result = setup.result(f"ops_h{hidden}")
-    words = (*_bench(setup, "op", hidden), "--tokens", setup.tokens, "--json", str(result))
-    return _part(setup, f"op_h{hidden}", words, seconds, result)
+    words = (*_bench(setup, "op", hidden), *_cells(setup))
+    return _measured(setup, f"ops_h{hidden}", hidden, words, seconds, _count(setup, hidden))
 
 
-def _step(setup: Setup, name: str, hidden: int, layer: str, seconds: float) -> Part:
-    result = setup.result(f"{name}_h{hidden}")
-    words = (*_bench(setup, "tp-step", hidden), "--capacity", str(setup.capacity), "--layer", layer)
-    return _part(setup, f"{name}_h{hidden}", (*words, "--json", str(result)), seconds, result)
+def _step(setup: Setup, name: str, hidden: int, seconds: float, *more: str) -> Part:
+    sizes = ("--capacity", str(setup.capacity), "--tokens", setup.steps, "--no-costs")
+    rows = len(token_list(setup.steps, setup.backend, setup.ranks, hidden))
+    return _measured(
+        setup, f"{name}_h{hidden}", hidden, (*_bench(setup, "tp-step", hidden), *sizes, *more), seconds, rows
+    )
 
 
 def _lengths(setup: Setup, hidden: int, seconds: float) -> Part:
-    result = setup.result("lengths")
-    words = (*_bench(setup, "lengths", hidden), "--capacity", str(setup.capacity), "--json", str(result))
-    return _part(setup, "lengths", words, seconds, result)
+    words = (*_bench(setup, "lengths", hidden), "--capacity", str(setup.capacity))
+    return _measured(setup, "lengths", hidden, words, seconds, len(DISTRIBUTIONS))
+
+
+def _cells(setup: Setup) -> tuple[str, ...]:
+    return "--tokens", setup.tokens, "--gemms", ",".join(setup.gemms)
+
+
+def _count(setup: Setup, hidden: int) -> int:
+    """GEMMs at a T."""
+    return len(setup.gemms) * len(token_list(setup.tokens, setup.backend, setup.ranks, hidden))
 
 
 def _bench(setup: Setup, name: str, hidden: int) -> tuple[str, ...]:
@@ -121,126 +138,51 @@ def _common(setup: Setup, ranks: str) -> tuple[str, ...]:
     return "--backend", setup.backend, ranks, str(setup.ranks)
 
 
-def _part(setup: Setup, name: str, words: tuple[str, ...], seconds: float, writes: Path) -> Part:
-    scaled = max(2.0, seconds * setup.scale)
-    return Part(name, (*words, "--seconds", f"{scaled:g}"), scaled, writes)
-
-
-def run(parts: Sequence[Part], out: Path, budget_s: float, after: Callable[[], None] = lambda: None) -> list[str]:
-    """Run the parts that are not done yet, as far as the time goes; the names of those that failed or were left.
-
-    ``after``: what is done after each.
-    """
-    end = time.monotonic() + budget_s
-    failed = []
-    for part in parts:
-        if is_done(part.writes):
-            print(f"{part.name:24} is there already: {part.writes.name}", flush=True)
-            continue
-        left = end - time.monotonic()
-        if left < START_S + 0.5 * part.seconds:
-            print(f"{part.name:24} no time left ({left:.0f} s)", flush=True)
-            failed.append(part.name)
-            continue
-        limit = min(left, START_S + part.seconds + GRACE_S)
-        with RankRun([sys.executable, *part.words], _environment(), HERE.parent) as running:
-            result = running.wait(limit)
-        (out / f"{part.name}.log").write_text(f"{result.stdout}\n{result.stderr}")
-        ended = "timed out" if result.timed_out else f"status {result.returncode}"
-        print(f"{part.name:24} {ended}, {result.seconds:.0f} s", flush=True)
-        if result.returncode or result.timed_out:
-            failed.append(part.name)
-            print(tail(result.stdout, 10), tail(result.stderr, 30), sep="\n", flush=True)
-        after()
-    return failed
-
-
-def is_done(path: Path) -> bool:
-    """Whether a part has written its file, and none of its starts failed."""
-    if not path.exists():
-        return False
-    if path.suffix != ".json":
-        return True
-    return not json.loads(path.read_text()).get("figures", {}).get("failed_starts", 0)
-
-
-def pack(archive: Path | None, *folders: Path) -> None:
-    """One file of everything that is there so far."""
-    if archive is None:
-        return
-    partial = archive.with_name(f"{archive.name}.tmp")
-    with tarfile.open(partial, "w:gz") as tar:
-        for folder in dict.fromkeys(folders):
-            tar.add(folder, arcname=folder.name)
-    partial.replace(archive)
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    # A program ends its ranks itself, and keeps their rows, before it is ended here.
-    return {"PYTHONPATH": path, "COLUMNS": "160", "UB_DYNAMIC_BENCH_START_S": f"{START_S + GRACE_S - 15:g}"}
+def _measured(setup: Setup, name: str, hidden: int, words: tuple[str, ...], seconds: float, rows: int) -> Part:
+    result, scaled = setup.result(name), max(2.0, seconds * setup.scale)
+    words = (*words, "--seconds", f"{scaled:g}", "--json", str(result))
+    return Part(name, words, scaled, result, rows, setup.table(hidden))
 
 
 def merge_ops(setup: Setup) -> Path | None:
-    """``ops_xN.json``: the rows of every H, and the figures of all of them."""
+    """``ops_xN.json``: the rows of every H, and the figures of all of them. ``cells_without_X``: in how many of the
+    ``cells_wanted`` the peer X was not measured, or nothing at all."""
     found = [path for hidden in setup.hiddens if (path := setup.result(f"ops_h{hidden}")).exists()]
     if not found:
         return None
     records = [json.loads(path.read_text()) for path in found]
     rows = [row for record in records for row in record["rows"]]
+    wanted = sum(_count(setup, hidden) for hidden in setup.hiddens)
+    figures = {**op.figures(rows), "cells_wanted": wanted}
+    for peer in PEERS:
+        measured = sum(f"{peer}_us" in row for row in rows)
+        figures |= {f"cells_with_{peer}": measured, f"cells_without_{peer}": wanted - measured}
+    if intervals := [row["over_best_peer_interval"] for row in rows if "over_best_peer_interval" in row]:
+        figures["over_best_peer_interval_max"] = max(intervals)
+    absent = len(setup.hiddens) - len(found)
+    figures["failed_starts"] = absent + sum(record["figures"].get("failed_starts", 0) for record in records)
     target = setup.result("ops")
-    merged = {**records[-1], "name": target.stem, "command": _command(setup), "figures": op.figures(rows), "rows": rows}
+    merged = {**records[-1], "name": target.stem, "command": _command(setup), "figures": figures, "rows": rows}
     target.write_text(json.dumps(merged, indent=1, allow_nan=False) + "\n")
     return target
 
 
 def _command(setup: Setup) -> str:
-    if setup.backend == "host":
-        return "python benchmarks/several_gpus.py --rehearse"
-    return f"python benchmarks/several_gpus.py --gpus {setup.ranks}"
+    if setup.apart:
+        return f"python benchmarks/several_gpus.py --gpus {setup.ranks}"
+    return f"python benchmarks/rehearse.py --on {'gpu' if setup.backend == 'te' else 'cpu'} --ranks {setup.ranks}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2, choices=(2, 4, 8), help="ranks, one a GPU: tp")
-    parser.add_argument("--shared", action="store_true", help="all ranks on one GPU: a dry run of everything but times")
-    parser.add_argument("--rehearse", action="store_true", help="on CPU ranks, tiny")
-    parser.add_argument("--out", type=Path, default=None, help="folder of result files and logs")
-    parser.add_argument("--tables", type=Path, default=None, help="folder of tuned tables; default: tables in --out")
-    parser.add_argument("--archive", type=Path, help="a .tar.gz of both folders, made anew after each part")
-    parser.add_argument("--budget", type=float, default=1140, help="seconds for everything")
-    parser.add_argument("--only", nargs="+", help="these parts alone")
-    parser.add_argument("--skip", nargs="+", default=[], help="without these parts")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan, with seconds, and run nothing")
-    options = parser.parse_args(arguments)
-    setup = _setup(options)
-    parts = [part for part in plan(setup) if part.name not in options.skip]
-    if unknown := set(options.only or ()) - {part.name for part in parts}:
-        parser.error(f"no part {sorted(unknown)}; parts are {', '.join(part.name for part in parts)}")
-    parts = [part for part in parts if not options.only or part.name in options.only]
-    if options.dry_run:
-        for part in parts:
-            print(f"{part.name:24} {START_S + part.seconds:5.0f} s  python {' '.join(part.words)}")
-        print(f"{'in all':24} {sum(START_S + part.seconds for part in parts):5.0f} s of {options.budget:.0f} s")
-        return 0
-    for folder in (setup.out, setup.tables):
-        folder.mkdir(parents=True, exist_ok=True)
-    if options.shared:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    failed = run(parts, setup.out, options.budget, lambda: pack(options.archive, setup.out, setup.tables))
-    if (merged := merge_ops(setup)) is not None:
-        print(f"{merged.name}: {json.loads(merged.read_text())['figures']}")
-    pack(options.archive, setup.out, setup.tables)
-    return int(bool(failed))
-
-
-def _setup(options: argparse.Namespace) -> Setup:
+    parser = _parts.options_of(__doc__)
+    options: argparse.Namespace = parser.parse_args(arguments)
     out = (options.out or results_folder()).resolve()
-    tables = (options.tables or out / "tables").resolve()
-    if options.rehearse:
-        sizes = {"hiddens": (64,), "tokens": "64:128", "capacity": 128, "scale": 0.05}
-        return Setup(options.gpus, "host", f"rehearsal{options.gpus}", out, tables, **sizes)
-    return Setup(options.gpus, "te", f"{'shared' if options.shared else 'x'}{options.gpus}", out, tables)
+    setup = Setup(options.gpus, "te", f"x{options.gpus}", out)
+
+    status = _parts.main(parser, options, plan(setup), out, lambda: merge_ops(setup))
+    if not options.dry_run and (merged := merge_ops(setup)) is not None:
+        print(f"{merged.name}: {json.loads(merged.read_text())['figures']}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

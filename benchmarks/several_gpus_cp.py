@@ -2,64 +2,59 @@
 """Context parallelism and pipelines with one rank a GPU: packed attention's flag and patches, every way to split it
 against the chooser's pick, and the block cache of attention residuals.
 
-    python benchmarks/several_gpus_cp.py --gpus 4             the plan below, in 10 minutes
-    python benchmarks/several_gpus_cp.py --gpus 4 --dry-run   only say what would run, with seconds
-    python benchmarks/several_gpus_cp.py --gpus 4 --shared    all ranks on one GPU: everything but times
+Writes cp_te_x2.json, cp_hierarchical_x2.json and attnres_x2.json (_x4, _x8). A part whose file is whole is not run
+again. NVLink multicast stays off, as in several_gpus.py.
 
-Writes cp_te_xN.json, cp_hierarchical_xN.json and attnres_xN.json; a part whose file is there is not run again. NVLink
-multicast stays off, as in several_gpus.py.
+    python benchmarks/several_gpus_cp.py --gpus 4 --dry-run   only say what would run, with seconds
+
+On a machine that takes commands of 600 s and keeps nothing between two machines, from the root of the checkout, with
+Transformer Engine's environment and UB_DYNAMIC_COMMIT; for 2 and 8 GPUs the same with --gpus 2 (x2) and --gpus 8 (x8):
+
+    1.  python benchmarks/several_gpus_cp.py --gpus 4 --out /tmp/cp4 --archive $OUT/cp4.tar.gz
+
+$OUT is the folder whose files come back. One command, 8 minutes, reaches everything. What it could not do the same one
+does once more, after ``cp carried/cp4.tar.gz $OUT/``, the archive that the first has brought back.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from several_gpus import GRACE_S, HERE, START_S, Part, pack, run
+import _parts
+from _parts import HERE, Part
 
 from ub_dynamic.testing.results import results_folder
 
-# Program -> the result file's name, and the seconds to measure in.
+# Program -> the result file's name, the seconds to measure in, and the rows of the whole result.
 PROGRAMS = {
-    "cp_step.py": ("cp_te", 120.0),
-    "cp_comm.py": ("cp_hierarchical", 150.0),
-    "attnres_step.py": ("attnres", 100.0),
+    "cp_step.py": ("cp_te", 120.0, 6),
+    "cp_comm.py": ("cp_hierarchical", 150.0, 1),
+    "attnres_step.py": ("attnres", 100.0, 2),
 }
 
 
-def plan(gpus: int, out: Path, shared: bool, scale: float) -> list[Part]:
-    """Every part, the most important first."""
+def plan(
+    ranks: int, out: Path, suffix: str, scale: float = 1.0, more: Mapping[str, Sequence[str]] | None = None
+) -> list[Part]:
+    """Every part, the most important first. ``more``: words for a program; without them one rank a GPU."""
     parts = []
-    for program, (result, seconds) in PROGRAMS.items():
-        name = f"{result}_{'shared' if shared else 'x'}{gpus}"
-        scaled = seconds * scale
+    for program, (result, seconds, rows) in PROGRAMS.items():
+        name, scaled = f"{result}_{suffix}", seconds * scale
+        beside = ("--gpus",) if more is None else more[program]
         words = (
-            str(HERE / program), "--tp", str(gpus), "--seconds", f"{scaled:g}", "--name", name, "--out", str(out),
-            "--timeout", f"{scaled + GRACE_S:g}", *(() if shared else ("--gpus",)),
+            str(HERE / program), "--tp", str(ranks), "--seconds", f"{scaled:g}", "--name", name, "--out", str(out),
+            "--timeout", "{limit}", *beside,
         )  # fmt: skip
-        parts.append(Part(name, words, scaled, out / f"{name}.json"))
+        parts.append(Part(name, words, scaled, out / f"{name}.json", rows if more is None else 1))
     return parts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2, choices=(2, 4, 8), help="ranks, one a GPU: cp and pp")
-    parser.add_argument("--shared", action="store_true", help="all ranks on one GPU: a dry run of everything but times")
-    parser.add_argument("--out", type=Path, default=None, help="folder of result files and logs")
-    parser.add_argument("--archive", type=Path, help="a .tar.gz of the folder, made anew after each part")
-    parser.add_argument("--budget", type=float, default=600, help="seconds for everything")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the seconds to measure in")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan, with seconds, and run nothing")
+    parser = _parts.options_of(__doc__)
     options = parser.parse_args(arguments)
     out = (options.out or results_folder()).resolve()
-    parts = plan(options.gpus, out, options.shared, options.scale)
-    if options.dry_run:
-        for part in parts:
-            print(f"{part.name:24} {START_S + part.seconds:5.0f} s  python {' '.join(part.words)}")
-        return 0
-    out.mkdir(parents=True, exist_ok=True)
-    return int(bool(run(parts, out, options.budget, lambda: pack(options.archive, out))))
+    return _parts.main(parser, options, plan(options.gpus, out, f"x{options.gpus}"), out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits: dynamic UserBuffers at T against TE's own made for exactly T, on one GPU. Writes te_bits.json.
+"""Bits: dynamic UserBuffers at T against TE's own made for exactly T. Writes te_bits.json.
 
-python benchmarks/te_bits.py --tp 2 4
+    python benchmarks/te_bits.py --tp 2 4               ranks that share one GPU
+    python benchmarks/te_bits.py --tp 4 --gpus          one rank a GPU
+
+Every layer kind, in BF16 and both FP8 recipes, with every choice of overlap: where more than two ranks share a GPU, all
+but the pipelined dgrad (:func:`ub_dynamic.testing.te_bits.refusal`).
 """
 
 from __future__ import annotations

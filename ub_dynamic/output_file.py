@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that a program writes: what is wrong with it is known before the work, and it is written whole or not at all."""
+"""A file that a program writes: what is wrong with it is known before the work, and it is written whole or not."""
 
 from __future__ import annotations
 

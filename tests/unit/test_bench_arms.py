@@ -14,6 +14,7 @@ from fake_backend import FakeBackend
 
 from ub_dynamic.bench import lengths, op, start, tp_step
 from ub_dynamic.bench.arms import GUARDED, said, use_arm
+from ub_dynamic.bench.benches import BENCHES
 from ub_dynamic.bench.operations import GEMMS
 from ub_dynamic.bench.peers import PEERS
 from ub_dynamic.bench.report import Report
@@ -24,6 +25,32 @@ from ub_dynamic.manager import Manager
 from ub_dynamic.modes import shares_gpu
 from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.policy import Choice, Policy
+from ub_dynamic.testing import te_world
+
+
+@pytest.mark.parametrize("costs", [True, False])
+def test_what_the_guard_costs_is_asked_for_at_the_smallest_t_unless_it_is_left_out(
+    costs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, tuple[str, ...]] = {}
+
+    def one_length(world: Any, steps_of: Any, options: Any, tokens: int, arms: tuple[str, ...], until: float) -> Any:
+        seen[tokens] = arms
+        return {}
+
+    for name, value in (("one_length", one_length), ("factory_of", lambda *_: None), ("settle", lambda world: None)):
+        monkeypatch.setattr(tp_step, name, value)
+    world: Any = FakeWorld(lambda arm, steps: 1.0)
+    options = {"arms": ["dynamic", "exact"], "tokens": [64, 128], "seconds": 1.0, "costs": costs}
+    tp_step.measure(world, options, Report())
+    assert seen == {128: ("dynamic", "exact"), 64: ("dynamic", "exact", *(tp_step.COSTS if costs else ()))}
+
+
+@pytest.mark.parametrize("name", ["tp-step", "lengths"])
+def test_timed_steps_run_as_te_runs_by_default(name: str) -> None:
+    """te_world switches to what repeats bits: attention's backward would be another, slower one."""
+    for variable in te_world._DETERMINISTIC:
+        assert variable == "PYTORCH_JIT" or BENCHES[name].env[variable] == "1"
 
 
 def test_an_arm_with_a_policy_stands_at_its_plan_after_one_without() -> None:

@@ -24,6 +24,13 @@ if os.environ["RANK"] == "0":
     open(os.environ["UB_DYNAMIC_BENCH_EVENTS"], "a").write(json.dumps({"row": {"tp": 2, "a": 1}}) + "\\n")
 time.sleep(120)
 """
+FAILING = """\
+import os, time
+if os.environ["RANK"] == "1":
+    print("x\\n" * 300)
+    raise ValueError("why it failed")
+time.sleep(60)
+"""
 # Ctrl-C as in a terminal: a shell's background job ignores it.
 COMMAND = """\
 import os, signal
@@ -37,6 +44,18 @@ ended = watched.run("op", {}, "te", 2, 100.0)
 print("rows", ended.rows)
 raise SystemExit(watched.exit_status)
 """
+
+
+def test_of_a_rank_that_fails_under_torchrun_its_own_words_are_kept(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(FAILING)
+    status, said = start._launched([str(program)], "2-gpus", 2, 60.0, {})
+    assert status == 1
+    assert said.splitlines()[-1] == "ValueError: why it failed"
+    assert f'File "{program}", line 4' in said
+    for noise in ("torch/distributed", "Root Cause", "exitcode", "SIGTERM"):
+        assert noise not in said
+    assert said.count("x\n") == 199  # and the empty line that print adds
 
 
 def test_events_are_read_as_they_come(tmp_path: Path) -> None:

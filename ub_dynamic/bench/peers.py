@@ -98,13 +98,21 @@ class AsyncTP:
         self._grad = setting.world.random((setting.capacity, local[1]), 2)
 
     def block(self, tokens: int, steps: int) -> float:
-        rows, rows_out = self._gemm.local_rows(tokens, self._world.size)
-        column, operand, grad = self._gemm.column, self._operand[:rows], self._grad[:rows_out]
+        operand, _ = self.operands(tokens)
         if not self._gemm.backward:
-            run = self._gather if column else self._scatter
-            return self._world.timed(lambda _: run(operand, self._weight.t()), steps)
-        backward = self._column_backward if column else self._row_backward
+            return self._world.timed(lambda _: self.forward(operand), steps)
+        grad = self._grad[: self._gemm.local_rows(tokens, self._world.size)[1]]
+        backward = self._column_backward if self._gemm.column else self._row_backward
         return self._world.timed(lambda _: backward(operand, grad), steps)
+
+    def operands(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's rows of the input at T = ``tokens``, and its shard ``[out, in]`` of the weight."""
+        return self._operand[: self._gemm.local_rows(tokens, self._world.size)[0]], self._weight
+
+    def forward(self, operand: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the product."""
+        right = self._weight.t()
+        return self._gather(operand, right)[1] if self._gemm.column else self._scatter(operand, right)
 
     def _gather(self, part: torch.Tensor, right: torch.Tensor, keep: bool = False) -> tuple[Any, torch.Tensor]:
         whole, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(part, [right], 0, self._name, return_A=keep)

@@ -157,7 +157,7 @@ def _launched(
 
 def _wait(started: RankRun, timeout_s: float) -> tuple[int, str]:
     result = started.wait(timeout_s)
-    output = f"{tail(result.stdout, 40)}\n{tail(result.stderr, 60)}"
+    output = f"{tail(result.stdout, 200)}\n{tail(result.stderr, 200)}"
     return (one_gpu.TIMED_OUT if result.timed_out else result.returncode), output
 
 
@@ -208,7 +208,6 @@ class _Reader:
                 except Exception as error:  # raised in the thread that waits for the ranks, which end with it
                     self._error = error
                     self._interrupt()
-
 
     def _interrupt(self) -> None:
         """End the wait for the ranks, where it is one of the main thread, which alone can be interrupted."""

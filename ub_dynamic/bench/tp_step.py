@@ -121,7 +121,9 @@ def check_te_layer(layer: str, hidden: int, ffn: int, tp: int) -> None:
 
 
 def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
-    """Options: ``capacity``, ``hidden``, ``ffn``, ``tokens`` (a list of T), ``arms``, ``seconds``, ``policy``."""
+    """Options: ``capacity``, ``hidden``, ``ffn``, ``tokens`` (a list of T), ``arms``, ``seconds``, ``policy``, and
+    ``costs``, False without :data:`COSTS`.
+    """
     from .op import load_policy
 
     policy = load_policy(world, options)
@@ -129,11 +131,12 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     steps_of = factory_of(world, {**options, "arms": arms}, policy)
     settle(world)
     lengths = sorted(options["tokens"], reverse=True)
-    weights = {tokens: float(len(arms)) + (2 * len(COSTS) if tokens == lengths[-1] else 0) for tokens in lengths}
+    asked = COSTS if options.get("costs", True) else ()
+    weights = {tokens: float(len(arms)) + (2 * len(asked) if tokens == lengths[-1] else 0) for tokens in lengths}
     budget = Budget(options["seconds"], weights)
     for number, tokens in enumerate(lengths):
         report.progress(number, len(lengths), f"T = {tokens}")
-        costs = COSTS if tokens == lengths[-1] else ()
+        costs = asked if tokens == lengths[-1] else ()
         row = one_length(world, steps_of, options, tokens, (*arms, *costs), budget.until(tokens))
         report.row({"kind": "step", "tp": world.size, **row})
     report.progress(len(lengths), len(lengths), "done")

@@ -114,6 +114,7 @@ def tp_step(
     operands: Annotated[
         str, typer.Option(help="random, or zeros: a GPU stays below its power limit, and its clocks are steady")
     ] = OPERANDS[0],
+    costs: Annotated[bool, typer.Option(help="At the smallest T, what the guard and auto mode cost as well")] = True,
     policy: Policy = None,
     force: Force = False,
     seconds: Seconds = 120,
@@ -129,7 +130,7 @@ def tp_step(
     asked = _fractions(options["capacity"], ranks) if tokens is None else tokens
     found = token_list(asked, backend, ranks, options["hidden"])
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
-    options |= {"operands": one_of(operands, OPERANDS, "--operands")}
+    options |= {"operands": one_of(operands, OPERANDS, "--operands"), "costs": costs}
     _measure("tp-step", options, backend, ranks, seconds, json, plot)
 
 

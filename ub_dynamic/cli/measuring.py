@@ -35,8 +35,8 @@ Seconds = Annotated[
     float,
     typer.Option(
         min=1,
-        help="Time to measure in, without starting the ranks; every arm takes its least number of turns in any case, and "
-        f"the ranks are ended {START_S:g} s later (UB_DYNAMIC_BENCH_START_S)",
+        help="Time to measure in, without starting the ranks; every arm takes its least number of turns in any case. "
+        f"The ranks are ended {START_S:g} s later (UB_DYNAMIC_BENCH_START_S)",
     ),
 ]
 
@@ -115,8 +115,8 @@ def _ending(status: int, seconds: float, limit: float) -> str:
     if status != TIMED_OUT:
         return f"the ranks ended with status {status}"
     return (
-        f"the ranks were ended after {limit:g} s: {seconds:g} s to measure in (--seconds, where the command has it) and "
-        f"{limit - seconds:g} s to start in, which UB_DYNAMIC_BENCH_START_S sets"
+        f"the ranks were ended after {limit:g} s: {seconds:g} s to measure in (--seconds, where the command has it), "
+        f"{limit - seconds:g} s to start in (UB_DYNAMIC_BENCH_START_S)"
     )
 
 

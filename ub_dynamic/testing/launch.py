@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,14 @@ _OPEN_MPI_ENV = {
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "tcp,self",
 }
+
+# Its lines of log, and the traceback of its own that ends in a list of ranks between two rules.
+_TORCHRUN = re.compile(
+    r"^[^\n]*torch/distributed/(?:elastic/|run\.py:)[^\n]*\]\s[^\n]*\n"
+    r"|^Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n)+"
+    r"torch\.distributed\.elastic\.[^\n]*\n={20,}\n.*?\n={20,}\n?",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -223,7 +232,9 @@ def mpi_flavor(mpirun: str | None) -> Literal["mpich", "openmpi", "unknown"]:
 
 
 def tail(text: str, lines: int) -> str:
-    return "\n".join(text.splitlines()[-lines:])
+    """The last lines of what ranks said, without torchrun's own report, which comes last and says only that they
+    failed."""
+    return "\n".join(_TORCHRUN.sub("", text).splitlines()[-lines:])
 
 
 def _text(fd: int) -> str:
