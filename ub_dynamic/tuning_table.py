@@ -165,7 +165,7 @@ class TuningTable:
             return
         raise UBUnsupportedError(
             f"the tuning table was measured elsewhere: {'; '.join(differs)}. Tune here (python -m ub_dynamic tune), or "
-            f"use it all the same: policy=TuningTable.load(path, force=True), {FORCE_VARIABLE}=1, or --force of a command"
+            f"use it all the same: policy=TuningTable.load(path, force=True), {FORCE_VARIABLE}=1, or --force"
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:

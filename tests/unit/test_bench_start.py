@@ -92,3 +92,25 @@ def test_a_signal_ends_ranks_that_share_a_gpu_and_keeps_their_rows(
     assert process.returncode == status, said
     assert "nothing is left running; rows that were measured: 1" in said and "Traceback" not in said
     assert "rows [{'tp': 2, 'a': 1}]" in shown
+
+
+def test_a_row_that_cannot_be_kept_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    (tmp_path / "one_row.py").write_text(RANK)
+    mark = new_mark()
+    environment = {**os.environ, **mark, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    failing = COMMAND.replace('lambda row: os.write(2, b"a row\\n")', "full").replace(
+        "import os, signal",
+        "import os, signal\nfrom ub_dynamic.errors import UBUnsupportedError\n"
+        "def full(row): raise UBUnsupportedError('t.json cannot be written: No space left on device')",
+    )
+    assert "full)" in failing
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", failing], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert not marked_pids(mark)
+    finally:
+        kill_marked(mark)
+    _mode, said, *_, last = done.stderr.splitlines()
+    assert said == "bench: t.json cannot be written: No space left on device"
+    assert last == "typer.exceptions.Exit: 2"  # there is no command around it here
