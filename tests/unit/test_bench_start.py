@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ub_dynamic.bench import start
+from ub_dynamic.errors import UBUnsupportedError
 from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ time.sleep(60)
 COMMAND = """\
 import os, signal
 from ub_dynamic.bench import start
+from ub_dynamic.errors import UBUnsupportedError
 from ub_dynamic.cli import measuring
 signal.signal(signal.SIGINT, signal.default_int_handler)
 start.PROGRAM = "one_row"
@@ -114,3 +116,9 @@ def test_a_row_that_cannot_be_kept_ends_the_ranks_at_once(tmp_path: Path) -> Non
     _mode, said, *_, last = done.stderr.splitlines()
     assert said == "bench: t.json cannot be written: No space left on device"
     assert last == "typer.exceptions.Exit: 2"  # there is no command around it here
+
+
+def test_an_mpirun_that_is_none_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_DYNAMIC_MPIRUN", "/nowhere/mpirun")
+    with pytest.raises(UBUnsupportedError, match="UB_DYNAMIC_MPIRUN = '/nowhere/mpirun' is no program that can be run"):
+        start.run({"bench": "op", "options": {}}, "host", 2, 20.0)

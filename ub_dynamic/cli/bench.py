@@ -47,8 +47,11 @@ bench = typer.Typer(
 Policy = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="A table of `tune`: adds the arm `policy`")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Take a table of another machine or version")]
-Arms = Annotated[str | None, typer.Option(help="Arms to compare, as in dynamic,exact; default all")]
+Force = Annotated[bool, typer.Option("--force", help="Take a --policy of another machine, version or mode")]
+StepArms = Annotated[str | None, typer.Option(help=f"Of {', '.join(STEP_ARMS)}; default all that can be compared here")]
+LengthArms = Annotated[
+    str | None, typer.Option(help=f"Of {', '.join(LENGTH_ARMS)}; default all that can be compared here")
+]
 Capacity = Annotated[int | None, typer.Option(min=64, help="Registered tokens; default 16384 on GPUs, 512 on the host")]
 MOST = 10_000_000  # changes of shape: minutes
 StepTokens = Annotated[str | None, typer.Option(help=f"{TOKENS}; default 1/8, 1/4, 1/2, 3/4 and all of the capacity")]
@@ -109,7 +112,7 @@ def tp_step(
     ffn: Ffn = None,
     tokens: StepTokens = None,
     capacity: Capacity = None,
-    arms: Arms = None,
+    arms: StepArms = None,
     layer: Layer = LAYERS[0],
     operands: Annotated[
         str, typer.Option(help="random, or zeros: a GPU stays below its power limit, and its clocks are steady")
@@ -150,7 +153,7 @@ def lengths(
     ] = None,
     count: Annotated[int, typer.Option(min=1, max=10_000, help="Microbatches of each workload")] = 16,
     seed: Annotated[int, typer.Option(help="Of the drawn lengths")] = 0,
-    arms: Arms = None,
+    arms: LengthArms = None,
     layer: Layer = LAYERS[0],
     policy: Policy = None,
     force: Force = False,
