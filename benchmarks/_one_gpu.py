@@ -21,6 +21,7 @@ from ub_dynamic.bench.report import Report
 from ub_dynamic.bench.start import EVENTS, Ended, collect
 from ub_dynamic.bench.worlds import TEWorld, World, refusal
 from ub_dynamic.modes import gpu_mode, ranks_apart, ranks_on_one_gpu, shares_gpu
+from ub_dynamic.output_file import write_whole
 from ub_dynamic.testing.one_gpu import active_ranks, exit_status, signals_as_exit
 from ub_dynamic.testing.results import write_result
 
@@ -113,9 +114,7 @@ def merge(results: Sequence[Path], figures: Figures, target: Path) -> None:
         "figures": {**figures(rows), "failed_starts": failed},
         "rows": rows,
     }
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(merged, indent=1, allow_nan=False) + "\n")
-    partial.replace(target)
+    write_whole(target, json.dumps(merged, indent=1, allow_nan=False) + "\n")
 
 
 def _ranks(mode: str) -> int:

@@ -14,10 +14,12 @@ def main() -> int:
         needs = " and ".join(missing)
         print(f"python -m ub_dynamic needs {needs}: pip install 'ub_dynamic[cli]'", file=sys.stderr)
         return 2
-    from .cli.app import app
-
     try:
+        from .cli.app import app
+
         app(prog_name="python -m ub_dynamic")
+    except KeyboardInterrupt:  # while the commands are imported; once one runs, it says what became of it
+        return 130
     except OSError as error:
         if error.filename is not None:
             raise

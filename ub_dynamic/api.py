@@ -148,8 +148,9 @@ def install(
 
     ``te.initialize_ub``, ``te.module.initialize_ub`` and ``te.module.base.initialize_ub`` (and ``destroy_ub``) become
     this package's; ``te.set_ub_active_shape`` and the per-communicator methods of TE issue #3564 are added. The
-    arguments are the defaults of the ``initialize_ub`` calls to come. A second call changes only these. Communicators
-    that TE made before, without this package, remain TE's: ``te.destroy_ub`` destroys them as it did.
+    arguments are the defaults of the ``initialize_ub`` calls to come, in which a ``policy`` that is a path is read. A
+    second call changes only these. Communicators that TE made before, without this package, remain TE's:
+    ``te.destroy_ub`` destroys them as it did.
 
     Raises :class:`UBUnsupportedError` for a TE that lacks what would be replaced, and what ``initialize_ub`` raises for
     these arguments; nothing is changed then.

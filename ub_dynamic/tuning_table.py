@@ -30,7 +30,7 @@ from .errors import UBShapeError, UBUnsupportedError, shown
 from .input_file import check_input
 from .json_fields import Fields, check_time, check_whole
 from .modes import WORDS, is_mode
-from .output_file import check_regular
+from .output_file import write_whole
 from .overlap import OverlapConfig
 from .policy import Choice, Policy
 
@@ -165,18 +165,13 @@ class TuningTable:
             return
         raise UBUnsupportedError(
             f"the tuning table was measured elsewhere: {'; '.join(differs)}. Tune here (python -m ub_dynamic tune), or "
-            f"use it all the same: policy=TuningTable.load(path, force=True), or {FORCE_VARIABLE}=1"
+            f"use it all the same: policy=TuningTable.load(path, force=True), {FORCE_VARIABLE}=1, or --force"
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file, at once or not at all; returns its path. :class:`UBUnsupportedError` for what is no file."""
-        target = Path(path)
-        check_regular(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-        partial.replace(target)
-        return target
+        """Write the file, whole or not at all; returns its path. :class:`UBUnsupportedError` where it cannot be."""
+        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, force: bool = False) -> TuningTable:

@@ -58,6 +58,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("lengths").write_text("12\n²\n")
     Path("negative").write_text("12\n-1\n")
     Path("zeros").write_text("0\n0\n")
+    Path("tiny").write_text("1\n50\n")
     TABLE.save("table.json")
     replace(TABLE, hidden=512).save("other.json")
     replace(TABLE, rows=(TuningRow("fc3", 64, OverlapConfig("none"), "so"),)).save("gemm.json")
@@ -78,6 +79,7 @@ REFUSED = [
     ("bench op --tokens 0,64", "T = 0 must be positive; the next valid value is 2"),
     ("bench op --tokens 64,5²", "'5²' of '64,5²' is not a T in the digits 0 to 9"),
     ("bench op --tokens ²:64", "'²:64' is not FIRST:LAST in the digits 0 to 9"),
+    ("bench tp-step --tokens ,", "holds no T"),
     ("bench op --tokens ,", "holds no T: it is a list, as in 512,1024"),
     ("bench op --tokens 999999999999", "the largest valid capacity is [8388606, 256]"),
     ("bench op --hidden 40", "H = 40 must be a multiple of 8 * num_splits = 32; the next valid H is 64"),
@@ -103,6 +105,7 @@ REFUSED = [
     ("bench lengths --file lengths", "lengths, line 2: '²' is no length, an integer of at least 0"),
     ("bench lengths --file negative", "negative, line 2: -1 is no length; a length is at least 0"),
     ("bench lengths --file zeros", "would make a microbatch without any token"),
+    ("bench lengths --file tiny --documents 1 --hidden 32", "the smallest microbatch of tiny: proj_fprop"),
     ("bench lengths --arms pad", "the next valid value is dynamic,pad"),
     ("bench set-shape --ranks 3", "tp = 3"),
     ("bench graphs --hidden 72", "the next valid H is 96"),
@@ -141,6 +144,9 @@ def test_bad_input_starts_nothing(words: str, says: str) -> None:
         "bench lengths --documents -1",
         "bench lengths --file nowhere",
         "bench set-shape --calls -1",
+        "bench set-shape --calls 10000001",
+        "bench set-shape --timed 10000001",
+        "bench lengths --count 10001",
         "bench graphs --replays 0",
         "tune --out t.json --tp 0",
         "tune --out t.json --seconds nan",
@@ -274,6 +280,64 @@ def test_a_start_time_that_is_none_is_one_line_that_names_it(
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     (line,) = result.output.splitlines()
     assert "UB_DYNAMIC_BENCH_START_S = " in line and "it is a positive, finite number of seconds, as 20 is" in line
+
+
+@pytest.mark.parametrize("words", ["bench op", "bench graphs --hidden 1024", "tune --out t.json"])
+def test_a_wait_that_is_none_is_one_line_before_any_rank_reads_it(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setenv("UB_DYNAMIC_TIMEOUT", "abc")
+    result = command(*words.split())
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    (line,) = result.output.splitlines()
+    assert "UB_DYNAMIC_TIMEOUT = 'abc'" in line
+
+
+def test_ranks_that_were_ended_for_their_time_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "run", lambda *_, **__: Ended(124, (), "last words"))
+    monkeypatch.setenv("UB_DYNAMIC_BENCH_START_S", "40")
+    result = command("bench", "op", "--seconds", "2")
+    assert result.exit_code == 1
+    assert "ended after 42 s: 2 s to measure in (--seconds" in result.output
+    assert "40 s to start in (UB_DYNAMIC_BENCH_START_S)\nlast words" in result.output
+
+
+def test_a_single_row_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"gemm": "fc1_fprop", "tokens": 64, "plain_us": 3.25}
+    monkeypatch.setattr(measuring, "run", lambda *_, **__: Ended(0, ({"row": row},), ""))
+    assert "3.25" in command("bench", "op").output
+
+
+def test_a_partial_result_replaces_no_complete_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"gemm": "fc1_fprop", "tokens": tokens} for tokens in (64, 128)]
+    whole = Ended(0, tuple({"row": row} for row in rows), "")
+    for _ in range(2):  # a partial one may be replaced by either
+        monkeypatch.setattr(measuring, "run", interrupt(rows[:1], KeyboardInterrupt()))
+        assert "Written to kept.json\n" in command("bench", "op", "--json", "kept.json").output
+    assert json.loads(Path("kept.json").read_text())["figures"]["interrupted"] == 1
+    monkeypatch.setattr(measuring, "run", lambda *_, **__: whole)
+    assert "Written to kept.json\n" in command("bench", "op", "--json", "kept.json").output
+    for run in (interrupt(rows[:1], SystemExit(143)), lambda *_, **__: replace(whole, status=1)):
+        monkeypatch.setattr(measuring, "run", run)
+        said = command("bench", "op", "--json", "kept.json").output
+        assert "Written to kept_partial.json; kept.json keeps its complete result" in said
+    kept, partial = (json.loads(Path(f"kept{end}.json").read_text()) for end in ("", "_partial"))
+    assert kept["rows"] == rows and "failed_starts" not in kept["figures"]
+    assert partial["figures"]["failed_starts"] == 1 and "interrupted" not in partial["figures"]
+
+
+def test_a_tune_whose_cells_are_all_there_advises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = TABLE.to_json()["rows"][0]
+    row = {**row, "candidates": [{"config": row["chosen"], "median_us": 1.0, "spread_us": 0.0}]}
+    others = {**row, "tokens": 2 * row["tokens"], "candidates": []}
+
+    def run(job: Any, backend: Any, ranks: int, timeout_s: float, on_event: Any, **_: Any) -> Ended:
+        for each in (row, others):
+            on_event({"row": each})
+        return Ended(0, ({"row": row},), "")
+
+    monkeypatch.setattr(measuring, "run", run)
+    asked_for = ["--gemms", row["gemm"], "--tokens", str(row["tokens"])]
+    assert "Not every cell" not in command("tune", "--out", "t.json", *asked_for).output
+    assert "Not every cell" in command("tune", "--out", "t.json").output
 
 
 def test_a_start_time_is_read_only_where_ranks_are_started() -> None:

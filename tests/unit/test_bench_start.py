@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ub_dynamic.bench import start
+from ub_dynamic.errors import UBUnsupportedError
 from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ time.sleep(60)
 COMMAND = """\
 import os, signal
 from ub_dynamic.bench import start
+from ub_dynamic.errors import UBUnsupportedError
 from ub_dynamic.cli import measuring
 signal.signal(signal.SIGINT, signal.default_int_handler)
 start.PROGRAM = "one_row"
@@ -92,3 +94,31 @@ def test_a_signal_ends_ranks_that_share_a_gpu_and_keeps_their_rows(
     assert process.returncode == status, said
     assert "nothing is left running; rows that were measured: 1" in said and "Traceback" not in said
     assert "rows [{'tp': 2, 'a': 1}]" in shown
+
+
+def test_a_row_that_cannot_be_kept_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    (tmp_path / "one_row.py").write_text(RANK)
+    mark = new_mark()
+    environment = {**os.environ, **mark, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    failing = COMMAND.replace('lambda row: os.write(2, b"a row\\n")', "full").replace(
+        "import os, signal",
+        "import os, signal\nfrom ub_dynamic.errors import UBUnsupportedError\n"
+        "def full(row): raise UBUnsupportedError('t.json cannot be written: No space left on device')",
+    )
+    assert "full)" in failing
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", failing], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert not marked_pids(mark)
+    finally:
+        kill_marked(mark)
+    _mode, said, *_, last = done.stderr.splitlines()
+    assert said == "bench: t.json cannot be written: No space left on device"
+    assert last == "typer.exceptions.Exit: 2"  # there is no command around it here
+
+
+def test_an_mpirun_that_is_none_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_DYNAMIC_MPIRUN", "/nowhere/mpirun")
+    with pytest.raises(UBUnsupportedError, match="UB_DYNAMIC_MPIRUN = '/nowhere/mpirun' is no program that can be run"):
+        start.run({"bench": "op", "options": {}}, "host", 2, 20.0)

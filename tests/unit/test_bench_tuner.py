@@ -144,12 +144,12 @@ def row(tokens: int, measured: bool = True) -> dict[str, Any]:
 class TestGrowingTable:
     def test_every_row_is_saved_and_taken_up_again(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        growing = GrowingTable(path, facts())
-        growing.take(row(128))
-        growing.take(row(64, measured=False))
-        again = GrowingTable(path, facts(date="tomorrow", command="another"))
-        assert again.done == [("fc2_fprop", 128)]  # the other one still wants to be measured
-        again.take(row(64))
+        with GrowingTable(path, facts()) as growing:
+            growing.take(row(128))
+            growing.take(row(64, measured=False))
+        with GrowingTable(path, facts(date="tomorrow", command="another")) as again:
+            assert again.done == [("fc2_fprop", 128)]  # the other one still wants to be measured
+            again.take(row(64))
         table = TuningTable.load(path)
         assert [(each.tokens, str(each.chosen)) for each in table.rows] == [(64, "none"), (128, "none")]
         assert table.date == "tomorrow"
@@ -163,10 +163,12 @@ class TestGrowingTable:
 
     def test_a_table_of_another_place_is_not_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        GrowingTable(path, facts()).take(row(128))
+        with GrowingTable(path, facts()) as growing:
+            growing.take(row(128))
         with pytest.raises(UBUnsupportedError, match="hidden is 64, here 128.*--restart"):
             GrowingTable(path, facts(hidden=128))
-        assert GrowingTable(path, facts(hidden=128), restart=True).done == []
+        with GrowingTable(path, facts(hidden=128), restart=True) as anew:
+            assert anew.done == []
         path.write_text("{}")
         with pytest.raises(UBUnsupportedError):
             GrowingTable(path, facts())

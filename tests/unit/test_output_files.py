@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from ub_dynamic.backends.host import trace
 from ub_dynamic.backends.host.trace import GEMM, Span
 from ub_dynamic.bench import asked
 from ub_dynamic.bench.start import Ended
+from ub_dynamic.bench.tuned import GrowingTable, header
 from ub_dynamic.cli import measuring
 from ub_dynamic.errors import UBUnsupportedError
 from ub_dynamic.testing.results import write_result
+from ub_dynamic.tuning_table import TuningTable
 
 LAYOUT = "layout --method ring_exchange --collective rs --capacity 64x64 --tp 2 --tokens 32"
 PICTURES = {
@@ -119,6 +123,73 @@ def test_a_link_to_a_regular_file_is_taken() -> None:
     for _ in range(2):
         assert command(*LAYOUT.split(), "--out", "to.svg").exit_code == 0
     assert Path("there.svg").read_bytes().startswith(b"<?xml") and Path("to.svg").is_symlink()
+
+
+def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    Path("t.json").write_text("old")
+    before = sorted(os.listdir())
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UBUnsupportedError, match=r"t\.json cannot be written: No space left on device"):
+        TABLE.save("t.json")
+    with pytest.raises(UBUnsupportedError, match=r"t\.json cannot be written: No space left on device"):
+        write_result("t", {}, mode="cpu-mpi", folder=tmp_path)
+    assert sorted(os.listdir()) == before and Path("t.json").read_text() == "old"
+
+
+def test_results_and_tables_are_written_through_links_and_to_long_names() -> None:
+    Path("there").mkdir()
+    for name in ("table.json", "kept.json"):
+        Path("there", name).write_text("old")
+        Path(name).symlink_to(f"there/{name}")
+    TABLE.save("table.json")
+    write_result("kept", {"a": 1}, mode="cpu-mpi", folder=Path())
+    for name in ("table.json", "kept.json"):
+        assert Path(name).is_symlink() and json.loads(Path("there", name).read_text())
+    longest = f"{'t' * 250}.json"
+    TABLE.save(longest)
+    assert TuningTable.load(longest).rows == TABLE.rows
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("advise x.svg --capacity 64 --out x.svg", "--out: x.svg is the file of --lengths as well"),
+        ("advise lengths --capacity 64 --table x.svg --out ./x.svg", "--out: x.svg is the file of --table as well"),
+        ("trace x.svg --out x.svg", "--out: x.svg is the file of --file as well"),
+        ("tune --out x.svg --plot x.svg", "--plot: x.svg is the file of --out as well"),
+        ("bench op --policy t.json --json t.json", "--json: t.json is the file of --policy as well"),
+        ("bench op --policy t.json --json same.json", "--json: same.json is the file of --policy as well"),
+        ("bench tp-step --policy x.svg --plot x.svg", "--plot: x.svg is the file of --policy as well"),
+        ("bench lengths --file t.json --json t.json", "--json: t.json is the file of --file as well"),
+    ],
+)
+def test_one_file_is_not_read_and_written_or_written_twice(words: str, says: str) -> None:
+    Path("x.svg").write_text("kept")
+    TABLE.save("t.json")
+    Path("same.json").symlink_to("t.json")
+    one_line(words, says)
+    assert Path("x.svg").read_text() == "kept" and TuningTable.load("t.json").rows == TABLE.rows
+
+
+def test_a_table_is_filled_by_one_tune_at_a_time() -> None:
+    facts = header(2, 256, 1024, "float32", "cpu-mpi")
+    with GrowingTable(Path("t.json"), facts) as growing:
+        growing.take(TABLE.to_json()["rows"][0])
+        one_line("tune --out t.json", "t.json is being filled by another tune")
+        Path("again.json").symlink_to("t.json")
+        one_line("tune --out again.json", "again.json is being filled by another tune")
+        GrowingTable(Path("other.json"), facts).__exit__()
+    before = sorted(os.listdir())
+    for wrong in (facts, {**facts, "hidden": 512}):  # it is let go of after an error, too
+        with suppress(UBUnsupportedError), GrowingTable(Path("t.json"), wrong):
+            pass
+    assert sorted(os.listdir()) == before and not [name for name in before if name.endswith(".lock")]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -53,7 +53,7 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
     if name in ("tp-step", "lengths") and backend == "te":
         check_te_layer(options["layer"], hidden, options["ffn"], ranks)
     if name == "lengths":
-        workloads_of(options, ranks)
+        _check_workloads(options, specs, ranks)
     mode = mode_of(backend, ranks)
     policy = table_policy(options, tp=ranks, dtype=dtype, mode=mode)
     if policy is not None and name != "op":  # which leaves out what cannot be had
@@ -87,6 +87,15 @@ def _check_tokens(name: str, options: Mapping[str, Any], specs: Sequence[CommSpe
         _check_each(options["tokens"], following)
     elif name == "graphs":
         _check_each(graphs.lengths_of(options["capacity"], ranks), following)
+
+
+def _check_workloads(options: Mapping[str, Any], specs: Sequence[CommSpec], ranks: int) -> None:
+    following = [spec for spec in specs if spec.method != "external"]
+    for workload, tokens in workloads_of(options, ranks).items():
+        try:
+            _check_each(sorted(set(tokens)), following)
+        except UBShapeError as error:
+            raise type(error)(f"the smallest microbatch of {workload}: {error}") from None
 
 
 def _graphs_capacity(capacity: int, ranks: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -88,7 +89,7 @@ def run(
     ``env`` is added to the environment of the ranks, where the caller has not set it.
     """
     mode = mode_of(backend, ranks)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="ub_dynamic-") as folder:
         file = Path(folder, "job.json")
         file.write_text(json.dumps({**job, "backend": backend, "mode": mode}))
         return collect(["-m", PROGRAM, str(file)], mode, ranks, timeout_s, on_event, env=env)
@@ -110,7 +111,7 @@ def collect(
     ``output``: what the ranks print goes there too, line by line where they share a GPU, else at the end. A signal ends
     the ranks and goes on as the exception that it is here; ``on_event`` has got what they said until then.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="ub_dynamic-") as folder:
         path = Path(folder, "events")
         path.touch()
         added = {name: value for name, value in (env or {}).items() if name not in os.environ}
@@ -168,6 +169,7 @@ class _Reader:
         self._path, self._on_event = path, on_event
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._waiting = threading.get_ident()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._left = ""
 
@@ -177,9 +179,14 @@ class _Reader:
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        self._thread.join()
-        if self._error is not None and exc[0] is None:
-            raise self._error
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:  # the reader's own, which came late
+            if self._error is None:
+                raise
+            self._thread.join()
+        if self._error is not None:
+            raise self._error from None
 
     def _follow(self) -> None:
         with self._path.open() as file:
@@ -198,8 +205,15 @@ class _Reader:
             if self._on_event is not None and self._error is None:
                 try:
                     self._on_event(event)
-                except Exception as error:  # raised at the end of the run, in the thread that waits for it
+                except Exception as error:  # raised in the thread that waits for the ranks, which end with it
                     self._error = error
+                    self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End the wait for the ranks, where it is one of the main thread, which alone can be interrupted."""
+        main = threading.main_thread()
+        if not self._ended.is_set() and main.ident is not None and main.ident == self._waiting:
+            signal.pthread_kill(main.ident, signal.SIGINT)
 
 
 def _python_path() -> str:

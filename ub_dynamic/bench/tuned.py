@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ..errors import UBUnsupportedError
 from ..output_file import check_output
@@ -40,20 +44,50 @@ def _check_writable(path: Path) -> None:
     check_output(path)
 
 
+def _lock(path: Path) -> FileLock:
+    """That this process alone fills ``path``."""
+    target = Path(os.path.realpath(path))
+    lock = FileLock(target.with_name(f".{hashlib.sha256(target.name.encode()).hexdigest()[:16]}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UBUnsupportedError(
+            f"{path} is being filled by another tune; wait for it, or name another file (tables of one machine are "
+            "merged by running the rest of the command on one of them)"
+        ) from None
+    return lock
+
+
 class GrowingTable:
     """``path`` with the rows that it has already, and those of this run.
 
     :class:`UBUnsupportedError` for a file that cannot be written, is no table, or has a header that differs from
-    ``facts``: it is not overwritten then, unless ``restart``.
+    ``facts``: it is not overwritten then, unless ``restart``; or which another process fills: ``with`` the table ends
+    that it is filled by this one.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], restart: bool = False) -> None:
         self.path, self._facts = path, dict(facts)
         self._rows: dict[tuple[str, int], dict[str, Any]] = {}
         _check_writable(path)
-        if path.exists() and not restart:
-            for row in self._matching(TuningTable.load(path)).to_json()["rows"]:
-                self._rows[row["gemm"], row["tokens"]] = row
+        self._lock = _lock(path)
+        try:
+            if path.exists() and not restart:
+                for row in self._matching(TuningTable.load(path)).to_json()["rows"]:
+                    self._rows[row["gemm"], row["tokens"]] = row
+        except BaseException:
+            self._unlock()
+            raise
+
+    def __enter__(self) -> GrowingTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unlock()
+
+    def _unlock(self) -> None:
+        Path(self._lock.lock_file).unlink(missing_ok=True)  # while it is held: who comes next makes a new one
+        self._lock.release()
 
     def _matching(self, old: TuningTable) -> TuningTable:
         differs = [

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..errors import UBDynamicError
-from .files import PictureFile, writing
+from .files import PictureFile, check_apart, writing
 from .tables import show_table
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def advise(
 
     Exits 2, naming the line and the value, for a file that holds something else than lengths.
     """
+    check_apart(lengths=lengths, out=out)
+    check_apart(table=table, out=out)
     if find_spec("numpy") is None:
         raise typer.BadParameter("advise needs numpy: pip install 'ub_dynamic[advise]'")
     from .. import advise as room

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,9 @@ from ..bench.tp_step import ARMS as STEP_ARMS
 from ..bench.tp_step import OPERANDS
 from ..bench.workloads import DISTRIBUTIONS
 from ..testing.results import write_result
-from .files import JsonFile, PictureFile, writing
+from .files import JsonFile, PictureFile, check_apart, writing
 from .measuring import (
+    TOKENS,
     Backend,
     Ffn,
     Hidden,
@@ -45,9 +47,14 @@ bench = typer.Typer(
 Policy = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="A table of `tune`: adds the arm `policy`")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Take a table of another machine or version")]
-Arms = Annotated[str | None, typer.Option(help="Arms to compare, as in dynamic,exact; default all")]
+Force = Annotated[bool, typer.Option("--force", help="Take a --policy of another machine, version or mode")]
+StepArms = Annotated[str | None, typer.Option(help=f"Of {', '.join(STEP_ARMS)}; default all that can be compared here")]
+LengthArms = Annotated[
+    str | None, typer.Option(help=f"Of {', '.join(LENGTH_ARMS)}; default all that can be compared here")
+]
 Capacity = Annotated[int | None, typer.Option(min=64, help="Registered tokens; default 16384 on GPUs, 512 on the host")]
+MOST = 10_000_000  # changes of shape: minutes
+StepTokens = Annotated[str | None, typer.Option(help=f"{TOKENS}; default 1/8, 1/4, 1/2, 3/4 and all of the capacity")]
 LAYERS = ("te.LayerNormMLP", "te.TransformerLayer")
 Layer = Annotated[str, typer.Option(help=f"{' or '.join(LAYERS)} (GPUs)")]
 
@@ -56,8 +63,8 @@ Layer = Annotated[str, typer.Option(help=f"{' or '.join(LAYERS)} (GPUs)")]
 def set_shape(
     backend: Backend = "host",
     ranks: Ranks = 2,
-    calls: Annotated[int, typer.Option(min=500, help="Changes between two looks at memory")] = 1_000_000,
-    timed: Annotated[int, typer.Option(min=100, help="GPUs: changes that are timed one by one")] = 100_000,
+    calls: Annotated[int, typer.Option(min=500, max=MOST, help="Changes between two looks at memory")] = 1_000_000,
+    timed: Annotated[int, typer.Option(min=100, max=MOST, help="GPUs: changes that are timed one by one")] = 100_000,
     json: JsonFile = None,
 ) -> None:
     """What one change of the active shape costs, and what a million of them leave in memory."""
@@ -83,6 +90,7 @@ def op(
 
     Example: python -m ub_dynamic bench op --backend te --ranks 2 --policy table.json --json ops_x2.json
     """
+    check_apart(policy=policy, json=json)
     chosen, between = sizes(backend, hidden, ffn)
     options = {
         "hidden": chosen,
@@ -102,9 +110,9 @@ def tp_step(
     ranks: Ranks = 2,
     hidden: Hidden = None,
     ffn: Ffn = None,
-    tokens: Tokens = None,
+    tokens: StepTokens = None,
     capacity: Capacity = None,
-    arms: Arms = None,
+    arms: StepArms = None,
     layer: Layer = LAYERS[0],
     operands: Annotated[
         str, typer.Option(help="random, or zeros: a GPU stays below its power limit, and its clocks are steady")
@@ -120,8 +128,10 @@ def tp_step(
 
     Example: python -m ub_dynamic bench tp-step --backend te --hidden 4096 --json tp_step_h4096.json
     """
+    check_apart(policy=policy, json=json, plot=plot)
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
-    found = token_list(tokens or _fractions(options["capacity"], ranks), backend, ranks, options["hidden"])
+    asked = _fractions(options["capacity"], ranks) if tokens is None else tokens
+    found = token_list(asked, backend, ranks, options["hidden"])
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
     options |= {"operands": one_of(operands, OPERANDS, "--operands"), "costs": costs}
     _measure("tp-step", options, backend, ranks, seconds, json, plot)
@@ -141,9 +151,9 @@ def lengths(
     documents: Annotated[
         int | None, typer.Option(min=1, help="Documents a microbatch; default: packed under the capacity")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Microbatches of each workload")] = 16,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="Microbatches of each workload")] = 16,
     seed: Annotated[int, typer.Option(help="Of the drawn lengths")] = 0,
-    arms: Arms = None,
+    arms: LengthArms = None,
     layer: Layer = LAYERS[0],
     policy: Policy = None,
     force: Force = False,
@@ -154,6 +164,7 @@ def lengths(
 
     Built-in lengths follow published statistics (ub_dynamic/bench/workloads.py names the sources).
     """
+    check_apart(policy=policy, file=file, json=json)
     options = _step_options(backend, hidden, ffn, capacity, layer, policy, force, seconds)
     known = [] if file is not None and distributions is None else names(distributions, DISTRIBUTIONS, "--distributions")
     options |= {
@@ -224,12 +235,14 @@ def _measure(
     checked(f"bench {name}", name, options, chosen, ranks)
     watched = Watched(f"bench {name}")
     ended = watched.run(name, options, chosen, ranks, seconds)
-    figures = {**BENCHES[name].figures(ended.rows), **({"failed_starts": 1} if ended.status else {})}
+    figures = {**BENCHES[name].figures(ended.rows), **_incomplete(ended.status, watched)}
     _show(watched, ended.rows, figures)
     if json is not None:
-        with writing(f"bench {name}", json):
-            write_result(json.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=json.parent)
-        watched.console.print(f"Written to {json}", highlight=False)
+        target = json.with_stem(f"{json.stem}_partial") if ended.status and _is_complete(json) else json
+        with writing(f"bench {name}", target):
+            write_result(target.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=target.parent)
+        kept = "" if target == json else f"; {json} keeps its complete result"
+        watched.console.print(f"Written to {target}{kept}", highlight=False)
     if plot is not None and ended.rows:
         from ..bench.step_curves import draw
 
@@ -238,6 +251,22 @@ def _measure(
         watched.console.print(f"Drawn to {plot}", highlight=False)
     if watched.exit_status:
         raise typer.Exit(watched.exit_status)
+
+
+def _incomplete(status: int, watched: Watched) -> dict[str, float]:
+    """Of the figures: that there would be more rows, and whether somebody ended it."""
+    if not status:
+        return {}
+    return {"failed_starts": 1, **({"interrupted": 1} if watched.interrupted else {})}
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a result file is there that no later, partial one should replace."""
+    try:
+        figures = loads(path.read_text())["figures"]
+        return not figures.get("failed_starts")
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return False
 
 
 # What a table leaves to the result file.
@@ -250,7 +279,7 @@ def _show(watched: Watched, rows: Sequence[Mapping[str, Any]], figures: Mapping[
     columns = list(dict.fromkeys(key for row in rows for key in row))
     same = {key for key in columns if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1}
     shown = [key for key in columns if key not in same | _KEPT_TO_FILE and not key.endswith(_LEFT_OUT)]
-    if len(rows) > 1 or watched.exit_status:  # the figures of a whole run say all that a single row does
+    if rows:
         cells = [[_cell(row.get(column)) for column in shown] for row in rows]
         show_table(watched.console, [column.replace("_", " ") for column in shown], cells)
     for key, value in figures.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,18 @@ def refuse(title: str, reason: object) -> NoReturn:
     """Say in one line what is wrong with the input, and exit 2."""
     typer.echo(f"{title}: {reason}", err=True)
     raise typer.Exit(2)
+
+
+def check_apart(**files: Path | None) -> None:
+    """Refuse two options that name one file, of which at least one is written; ``files``: by option, without dashes."""
+    seen: dict[str, str] = {}
+    for name, path in files.items():
+        if path is None:
+            continue
+        option, place = f"--{name}", os.path.realpath(path)
+        if place in seen:
+            refuse(option, f"{path} is the file of {seen[place]} as well, which would be lost; name another one")
+        seen[place] = option
 
 
 @contextmanager

@@ -17,24 +17,28 @@ from ..bench.operations import GEMMS, any_method_multiple, buckets
 from ..bench.start import Ended, mode_of, run
 from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
+from ..groups import default_timeout_s
 from ..seconds import environment_seconds
-from ..testing.one_gpu import signals_as_exit
+from ..testing.one_gpu import TIMED_OUT, exit_status, signals_as_exit
 from .files import refuse
 
-INTERRUPTED = 130
 START_S = 150.0  # what starting ranks, imports and one cell more than planned may take
 
 Backend = Annotated[str, typer.Option(help="host: CPU ranks over MPI; te: Transformer Engine on GPUs")]
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks, one TP group: tp")]
 Hidden = Annotated[int | None, typer.Option(min=8, help="H; default 4096 on GPUs, 256 on the host")]
 Ffn = Annotated[int | None, typer.Option(min=8, help="Features between fc1 and fc2; default 4 H")]
-Tokens = Annotated[
-    str | None,
-    typer.Option(help="T: 512:16384 (powers of two between, and both ends) or 512,1024,4096, each rounded to a valid "
-                      "T; default 512:16384 on GPUs, 64:512 on the host"),
-]  # fmt: skip
+TOKENS = "T: 512:16384 (powers of two between, and both ends) or 512,1024,4096, each rounded to a valid T"
+Tokens = Annotated[str | None, typer.Option(help=f"{TOKENS}; default 512:16384 on GPUs, 64:512 on the host")]
 _WHOLE = re.compile("[0-9]{1,18}")  # str.isdigit takes digits that int does not
-Seconds = Annotated[float, typer.Option(min=1, help="Time to measure in, without starting the ranks")]
+Seconds = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Time to measure in, without starting the ranks; every arm takes its least number of turns in any case. "
+        f"The ranks are ended {START_S:g} s later (UB_DYNAMIC_BENCH_START_S)",
+    ),
+]
 
 
 def check_backend(name: str) -> BackendName:
@@ -107,6 +111,15 @@ def gemm_names(text: str | None) -> list[str]:
     return names(text, GEMMS, "--gemms")
 
 
+def _ending(status: int, seconds: float, limit: float) -> str:
+    if status != TIMED_OUT:
+        return f"the ranks ended with status {status}"
+    return (
+        f"the ranks were ended after {limit:g} s: {seconds:g} s to measure in (--seconds, where the command has it), "
+        f"{limit - seconds:g} s to start in (UB_DYNAMIC_BENCH_START_S)"
+    )
+
+
 class Watched:
     """A run with a progress bar; what cannot be compared here is said above it, each row goes to ``on_row``."""
 
@@ -114,6 +127,7 @@ class Watched:
         self.console, self._title, self._on_row = Console(), title, on_row
         self.refused: list[str] = []
         self.exit_status = 0
+        self.interrupted = False
         self._events: list[Mapping[str, Any]] = []
 
     def run(self, name: str, options: Mapping[str, Any], backend: BackendName, ranks: int, seconds: float) -> Ended:
@@ -121,6 +135,7 @@ class Watched:
         N, 1 if a rank failed. With rows the caller keeps them, and ends with ``exit_status``."""
         try:
             limit = seconds + environment_seconds("UB_DYNAMIC_BENCH_START_S", START_S)
+            default_timeout_s()  # which every rank reads
             mode = mode_of(backend, ranks)
             self.console.print(f"[bold]{self._title}[/] on {mode}", highlight=False)
             with self._progress() as progress:
@@ -132,15 +147,13 @@ class Watched:
         except UBDynamicError as error:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(2) from error
-        except KeyboardInterrupt:
-            return self._ended_by_signal(INTERRUPTED)
-        except SystemExit as signalled:
-            return self._ended_by_signal(int(signalled.code or 0))
+        except (KeyboardInterrupt, SystemExit) as signalled:
+            return self._ended_by_signal(exit_status(signalled))
         except OSError as error:
             typer.echo(f"{self._title}: {error}", err=True)
             raise typer.Exit(1) from error
         if ended.status:
-            typer.echo(f"{self._title}: the ranks ended with status {ended.status}\n{ended.output}", err=True)
+            typer.echo(f"{self._title}: {_ending(ended.status, seconds, limit)}\n{ended.output}", err=True)
             self.exit_status = 1
             if not ended.rows:
                 raise typer.Exit(1)
@@ -151,7 +164,7 @@ class Watched:
         ended = Ended(status, tuple(self._events), "")
         kept = f"; rows that were measured: {len(ended.rows)}" if ended.rows else ""
         typer.echo(f"{self._title}: ended early; nothing is left running{kept}", err=True)
-        self.exit_status = status
+        self.exit_status, self.interrupted = status, True
         if not ended.rows:
             raise typer.Exit(status)
         return ended

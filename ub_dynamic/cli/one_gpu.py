@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UBDynamicError
-from ..testing.one_gpu import OneGpu, run
+from ..testing.one_gpu import OneGpu, exit_status, run
 
 
 def one_gpu(
@@ -34,8 +34,8 @@ def one_gpu(
     except UBDynamicError as error:
         typer.echo(f"one-gpu: {error}", err=True)
         raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as ended:
+        raise typer.Exit(exit_status(ended)) from None
     raise typer.Exit(outcome.returncode)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import UBUnsupportedError
-from .files import PictureFile, refuse, writing
+from .files import PictureFile, check_apart, refuse, writing
 
 
 def trace(
@@ -34,6 +34,7 @@ def trace(
     def cut(spans: Sequence[Span], first: float, last: float) -> list[Span]:
         return [span for span in spans if first <= (span.start_ns - begin) / 1e6 and (span.end_ns - begin) / 1e6 < last]
 
+    check_apart(file=file, out=out)
     first, last = _window(between)
     try:
         ranks = load(file)

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
+from ..bench.worlds import BackendName
 from ..errors import UBDynamicError
 from ..tuning_table import TuningRow
-from .files import PictureFile, refuse, writing
+from .files import PictureFile, check_apart, refuse, writing
 from .measuring import (
     Backend,
     Ffn,
@@ -49,6 +50,7 @@ def tune(
     Use it with initialize_ub(..., policy="table.json"). A candidate replaces the default only if it is faster by more
     than the spread. The table is written after every cell, so a run can be ended at any time and taken up again.
     """  # fmt: skip
+    check_apart(out=out, plot=plot)
     chosen = check_backend(backend)
     size, between = sizes(chosen, hidden, ffn)
     options = {
@@ -64,14 +66,23 @@ def tune(
         growing = GrowingTable(out, header(tp, size, between, dtype, mode_of(chosen, tp)), restart)
     except UBDynamicError as error:
         refuse("tune", error)
+    with growing:
+        _run(growing, options, chosen, tp, restart, plot)
+
+
+def _run(
+    growing: GrowingTable, options: dict[str, Any], chosen: BackendName, tp: int, restart: bool, plot: Path | None
+) -> None:
     watched = Watched("tune", on_row=growing.take)
+    out = growing.path
     if growing.done:
         watched.console.print(f"{out} has {len(growing.done)} measured cells already; they are kept", highlight=False)
-    watched.run("tune", {**options, "done": growing.done}, chosen, tp, seconds)
+    watched.run("tune", {**options, "done": growing.done}, chosen, tp, options["seconds"])
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
-    if watched.exit_status or len(growing.done) < len(table.rows):
+    asked = {(gemm, count) for gemm in options["gemms"] for count in options["tokens"]}
+    if asked - set(growing.done):
         same = "the same command without --restart" if restart else "the same command"
         watched.console.print(f"Not every cell is measured: {same} goes on with the others", highlight=False)
     if plot is not None:

