@@ -80,7 +80,7 @@ def one_depth(world: TEWorld, options: argparse.Namespace, vpp: int, until: floa
 
     taken = interleaved(tuple(ARMS), block, world.gather, until, block_ms=0.0, least_steps=2)
     times: dict[str, Any] = {f"{arm}_ms": statistics.median(taken[arm]) for arm in ARMS}
-    times["cached_over_plain"], times["interval"] = ratio(taken["cached"], taken["plain"])
+    times |= ratio(taken["cached"], taken["plain"]).fields("cached_over_plain")
     world.meet()
     for each in pipelines.values():
         each.close()

@@ -150,7 +150,7 @@ def compare(world: TEWorld, step: Alone | Stack, problem: Problem, until: float)
     for arm in ARMS:
         times[f"{arm}_ms"] = statistics.median(taken[arm])
         if arm != "stock":
-            times[f"{arm}_over_stock"], times[f"{arm}_interval"] = ratio(taken[arm], taken["stock"])
+            times |= ratio(taken[arm], taken["stock"]).fields(f"{arm}_over_stock")
     return row | _one_gpu.times(world, times)
 
 

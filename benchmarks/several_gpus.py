@@ -157,8 +157,9 @@ def merge_ops(setup: Setup) -> Path | None:
     for peer in PEERS:
         measured = sum(f"{peer}_us" in row for row in rows)
         figures |= {f"cells_with_{peer}": measured, f"cells_without_{peer}": wanted - measured}
-    if intervals := [row["over_best_peer_interval"] for row in rows if "over_best_peer_interval" in row]:
-        figures["over_best_peer_interval_max"] = max(intervals)
+    widths = [row["over_best_peer_high"] - row["over_best_peer_low"] for row in rows if "over_best_peer_high" in row]
+    if widths:
+        figures["over_best_peer_interval_max"] = max(widths) / 2
     absent = len(setup.hiddens) - len(found)
     figures["failed_starts"] = absent + sum(record["figures"].get("failed_starts", 0) for record in records)
     target = setup.result("ops")

@@ -136,6 +136,7 @@ class TuningTable:
         tp: int,
         hidden: int,
         dtype: str,
+        ffn: int | None = None,
         mode: str | None = None,
         machine: str | None = None,
         versions: Mapping[str, str] | None = None,
@@ -143,14 +144,15 @@ class TuningTable:
         """Raise :class:`UBUnsupportedError`, naming what differs, unless the table was measured for this.
 
         ``machine`` and ``versions`` are by default those of this process; of versions the first number counts.
-        A table that is forced, by ``load(path, force=True)`` or UB_DYNAMIC_FORCE_TABLE=1, is logged instead.
+        ``ffn`` and ``mode`` are compared where they are known. A table that is forced, by ``load(path, force=True)`` or
+        UB_DYNAMIC_FORCE_TABLE=1, is logged instead.
         """
         here = {
             "machine": this_machine() if machine is None else machine,
             "tp": tp,
             "hidden": hidden,
             "dtype": dtype,
-            **({} if mode is None else {"mode": mode}),
+            **{name: value for name, value in (("ffn", ffn), ("mode", mode)) if value is not None},
         }
         table = {name: getattr(self, name) for name in here}
         differs = [f"{name} is {table[name]}, here {here[name]}" for name in here if table[name] != here[name]]

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from ub_dynamic.bench.tuned import header
+from ub_dynamic.overlap import OverlapConfig
 from ub_dynamic.testing.launch import mpi_missing
 from ub_dynamic.testing.marked import kill_marked, marked_pids, new_mark
-from ub_dynamic.tuning_table import TuningTable
+from ub_dynamic.tuning_table import TuningRow, TuningTable
 
 pytestmark = pytest.mark.mpi
 
@@ -78,6 +80,27 @@ def test_a_step_in_every_arm_and_lengths(tmp_path: Path) -> None:
     (row,) = json.loads(path.read_text())["rows"]
     assert row["microbatches"] == 2
     assert row["token_ratio"] == 150 / 256
+
+
+@pytest.mark.parametrize("arms", ["exact,rebuild", "dynamic,rebuild,pad", "exact,pad", "exact,dynamic"])
+def test_arms_that_are_left_out_are_not_missed(tmp_path: Path, arms: str) -> None:
+    path = tmp_path / "step.json"
+    words = ("--capacity", "64", "--tokens", "32", "--seconds", "1", "--arms", arms, "--json", str(path))
+    run("bench", "tp-step", *SMALL, *words)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert all(row[f"{arm}_ms"] > 0 for arm in arms.split(","))
+
+
+def test_an_operation_runs_at_the_t_that_is_valid_whatever_was_asked_for(tmp_path: Path) -> None:
+    """At H = 32 a pipeline takes no T below 8, and there the table names another configuration than below."""
+    none, pipeline = OverlapConfig("none"), OverlapConfig("pipeline", num_splits=4)
+    rows = (TuningRow("fc2_fprop", 2, none, "so"), TuningRow("fc2_fprop", 8, pipeline, "so"))
+    TuningTable(**header(2, 32, 64, "float32", "cpu-mpi"), rows=rows).save(tmp_path / "t.json")
+    words = ("--hidden", "32", "--ffn", "64", "--tokens", "2,4,64", "--gemms", "fc2_fprop", "--seconds", "1")
+    path = tmp_path / "op.json"
+    run("bench", "op", *words, "--policy", str(tmp_path / "t.json"), "--json", str(path))
+    found = json.loads(path.read_text())["rows"]
+    assert [(row["tokens"], row["policy"]) for row in found] == [(64, str(pipeline)), (8, str(pipeline))]
 
 
 def test_a_table_is_made_taken_up_again_and_used(tmp_path: Path) -> None:

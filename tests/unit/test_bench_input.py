@@ -86,6 +86,7 @@ REFUSED = [
     ("bench op --ranks 3", "tp = 3, but its kernels exist for tp in (2, 4, 8, 16, 32)"),
     ("bench op --ffn 1025", "ffn = 1025 must be a positive multiple of tp = 2; the next valid value is 1026"),
     ("bench op --policy bad.json", "bad.json: no tuning table that this version reads: format is 1"),
+    ("bench op --policy table.json --ffn 512", "ffn is 1024, here 512"),
     ("bench op --policy other.json", "hidden is 512, here 256"),
     ("bench op --json Result.json", "--json: Result.json: name it with lower-case letters, digits and _"),
     ("bench op --seconds inf", "seconds = inf: a number above 0"),
@@ -201,7 +202,7 @@ def test_heads_that_cannot_be_cut(hidden: int, tp: int, valid: int) -> None:
 
 def test_on_gpus_a_table_is_held_against_te_s_own_limits() -> None:
     row = TuningRow("fc1_dgrad", 64, OverlapConfig("bulk", num_sm=33), "so")
-    replace(TABLE, rows=(row,), hidden=4096, dtype="bfloat16", mode="2-gpus").save("sms.json")
+    replace(TABLE, rows=(row,), hidden=4096, ffn=16384, dtype="bfloat16", mode="2-gpus").save("sms.json")
     options = {"hidden": 4096, "ffn": 16384, "capacity": 1024, "layer": "te.LayerNormMLP", "seconds": 1.0}
     options |= {"tokens": [512], "arms": ["policy"], "policy": "sms.json"}
     with pytest.raises(UBDynamicError, match=r"sms.json: fc1_dgrad .*: num_sm = 33.*the next valid value is 32"):

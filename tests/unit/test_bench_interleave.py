@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 
 import pytest
 from bench_fakes import Clock, Ranks
 
-from ub_dynamic.bench.interleave import interleaved, ratio, rounds_of, slowest, spread
+from ub_dynamic.bench.interleave import Ratio, interleaved, ratio, rounds_of, slowest, spread
 from ub_dynamic.bench.report import Budget
 
 
@@ -33,10 +34,25 @@ class TestStatistics:
         generator = random.Random(1)
         under = [generator.gauss(1, 0.1) for _ in range(400)]
         over = [1.02 * each * generator.gauss(1, 0.01) for each in under]
-        median, interval = ratio(over, under)
-        assert median == pytest.approx(1.02, abs=0.002)
-        assert interval == pytest.approx(1.02 * 1.96 * 1.25 * 0.01 / 20, rel=0.5)
-        assert ratio([1.0, 3.0], [1.0, 2.0]) == (1.25, 0.25)
+        found = ratio(over, under)
+        assert found.median == pytest.approx(1.02, abs=0.002)
+        assert (found.high - found.low) / 2 == pytest.approx(1.02 * 1.96 * 1.25 * 0.01 / 20, rel=0.5)
+        assert ratio([1.0, 3.0], [1.0, 2.0]) == Ratio(1.25, 1.0, 1.5)
+
+    def test_the_ends_of_an_interval_are_ratios_that_were_seen(self) -> None:
+        assert ratio([0.6, 0.97, 0.97, 0.98, 0.98, 1.02], [1.0] * 6) == Ratio(pytest.approx(0.975), 0.6, 1.02)
+        assert ratio([float(number) for number in range(1, 17)], [1.0] * 16) == Ratio(8.5, 4.0, 13.0)
+
+    @pytest.mark.parametrize("count", range(6, 40))
+    def test_an_interval_has_95_percent_and_a_narrower_one_less(self, count: int) -> None:
+        found = ratio([float(number) for number in range(count)], [1.0] * count)
+        below = int(found.low)
+        assert found.high == count - 1 - below
+
+        def covered(outside: int) -> float:
+            return 1 - 2 * sum(math.comb(count, heads) for heads in range(outside + 1)) / 2**count
+
+        assert covered(below) >= 0.95 > covered(below + 1)
 
     def test_spread_is_half_the_interquartile_range(self) -> None:
         assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0

@@ -61,12 +61,20 @@ class TestRace:
         assert winner == "fast"
         assert reason.startswith("0.8") and "times the time of default" in reason
 
+    def test_a_candidate_whose_interval_reaches_above_1_does_not_win(self) -> None:
+        """Half the width beside the median, 0.975 + 0.21 and 0.975 + 0.015, said the contrary in both directions."""
+        default = [1.0] * 6
+        winner, reason = race.pick(("default", "b"), {"default": default, "b": [0.97, 0.97, 0.98, 0.98, 0.98, 1.001]})
+        assert winner == "default" and reason.endswith("(b: 0.980 (0.970 to 1.001) times the time of default)")
+        winner, reason = race.pick(("default", "b"), {"default": default, "b": [0.5, 0.9, 0.97, 0.98, 0.98, 0.99]})
+        assert winner == "b" and reason == "0.975 (0.500 to 0.990) times the time of default, 6 rounds"
+
     def test_noise_alone_changes_nothing(self) -> None:
         wrong = 0
         for seed in range(60):
             (winner, reason), _ = self.run({"default": 1.0, "b": 1.0, "c": 1.0}, 0.05, seed)
             wrong += winner != "default"
-            assert winner != "default" or "faster by more than the spread" in reason
+            assert winner != "default" or "no candidate is surely faster" in reason
         assert wrong <= 6  # two candidates at 95 %
 
     def test_a_gain_below_the_spread_does_not_count(self) -> None:

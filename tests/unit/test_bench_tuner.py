@@ -90,7 +90,7 @@ class TestTuner:
         rows, _ = tune(world)
         assert [row["tokens"] for row in rows] == [256, 128, 64]
         assert {row["chosen"]["method"] for row in rows} == {"none"}
-        assert "0.500 +- 0.000 times the time of pipeline num_splits=4" in rows[0]["reason"]
+        assert "0.500 (0.500 to 0.500) times the time of pipeline num_splits=4" in rows[0]["reason"]
         first = rows[0]["candidates"][0]
         assert first == {"config": {"method": "pipeline", "num_splits": 4}, "median_us": 2000.0, "spread_us": 0.0}
         assert world.initialised == 0

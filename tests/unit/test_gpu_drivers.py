@@ -272,7 +272,8 @@ class TestSeveralGpus:
         setup = program.Setup(2, "te", "x2", tmp_path)
         for hidden, over, failed in ((4096, 0.9, {"failed_starts": 1}), (8192, 1.02, {})):
             row = {"gemm": "fc2_fprop", "tokens": 4096, "hidden": hidden, "over_best_peer": over, "none_us": 1.0}
-            row |= {"over_best_peer_interval": over / 100} | ({"async_tp_us": 2.0} if hidden == 4096 else {})
+            row |= {"over_best_peer_low": 0.99 * over, "over_best_peer_high": 1.01 * over}
+            row |= {"async_tp_us": 2.0} if hidden == 4096 else {}
             record = {"name": "x", "date": "", "command": "", "figures": failed, "rows": [row]}
             setup.result(f"ops_h{hidden}").write_text(json.dumps(record))
         merged = json.loads(program.merge_ops(setup).read_text())

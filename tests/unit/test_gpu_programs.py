@@ -113,17 +113,18 @@ class TestComparison:
 
 class TestFigures:
     def test_step(self) -> None:
-        step = {"kind": "step", "active_over_exact": 1.004, "active_over_exact_interval": 0.002}
+        step = {"kind": "step", "active_over_exact": 1.004}
         costs = {"guard_cost_fraction": 0.002, "auto_cost_fraction": 0.003}
+        ends = {"active_over_exact_low": 1.003, "active_over_exact_high": 1.007}
         rows: list[dict[str, Any]] = [
-            {"tp": 2, **step, "active_over_pad_excess": 0.01},
+            {"tp": 2, **step, **ends, "active_over_pad_excess": 0.01},
             {"tp": 2, **step, "active_over_exact": 0.99, "active_over_pad_excess": -0.01, **costs},
             {"tp": 2, "kind": "lengths", "time_over_token_ratio": 1.01},
         ]
         made = load("te_step").figures(rows)
         assert made == {
             "active_over_exact_max": 1.004,
-            "active_over_exact_interval_max": 0.002,
+            "active_over_exact_interval_max": pytest.approx(0.002),
             "active_over_pad_excess_max": 0.01,
             **costs,
             "lengths_time_over_token_ratio": 1.01,

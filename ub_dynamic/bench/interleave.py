@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 BLOCK_MS = 40.0  # a block of steps takes about so long
@@ -40,16 +40,43 @@ def rounds_of(count: int) -> list[list[int]]:
     return rounds if count % 2 == 0 or count == 1 else [order for each in rounds for order in (each, each[::-1])]
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """The median of the ratios of blocks of the same round, and the half width of its 95 % interval.
+@dataclass(frozen=True)
+class Ratio:
+    """A median of ratios, and the ends of its 95 % interval, which need not be equally far from it."""
 
-    The interval is that of the order statistics, which assumes no distribution; below eight rounds it is the whole
-    range that was seen.
+    median: float
+    low: float
+    high: float
+
+    def fields(self, name: str) -> dict[str, float]:
+        """Of a row: ``name``, ``name_low`` and ``name_high``."""
+        return {name: self.median, f"{name}_low": self.low, f"{name}_high": self.high}
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
+    """The median of the ratios of blocks of the same round.
+
+    The interval is that of the order statistics, which assumes no distribution: the narrowest pair ``x(k+1)``,
+    ``x(n-k)`` between which the median lies with at least 95 % (as many ratios below it as heads in n throws of a
+    coin; Conover, "Practical Nonparametric Statistics"). Up to eight rounds that is the whole range that was seen; of
+    less than six not even the range has 95 %.
     """
     found = sorted(one / other for one, other in zip(over, under, strict=True))
-    count = len(found)
-    rank = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
-    return statistics.median(found), (found[count - 1 - rank] - found[rank]) / 2
+    outside = _outside(len(found))
+    return Ratio(statistics.median(found), found[outside], found[-1 - outside])
+
+
+def _outside(count: int) -> int:
+    """How many order statistics lie beyond either end of the 95 % interval of a median."""
+    heads, ways, fewer = 0, 1, 1  # ways of so many heads, and of at most so many, of 2**count
+    while 40 * fewer <= 2**count:  # 2.5 % on either side
+        heads += 1
+        ways = ways * (count - heads + 1) // heads
+        fewer += ways
+    return max(heads - 1, 0)
 
 
 def spread(times: Sequence[float]) -> float:

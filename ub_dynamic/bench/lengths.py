@@ -88,11 +88,11 @@ def one_workload(
     row |= {f"{arm}_ms": statistics.median(times) for arm, times in worst.items()}
     row |= {f"{arm}_tokens_per_s": 1000 * sum(tokens) / row[f"{arm}_ms"] for arm in worst}
     if "pad" in worst:
-        row["time_ratio"], row["time_ratio_interval"] = ratio(worst["dynamic"], worst["pad"])
+        row |= ratio(worst["dynamic"], worst["pad"]).fields("time_ratio")
         row["time_over_token_ratio"] = row["time_ratio"] / row["token_ratio"]
     for arm in ("none", "dynamic"):
         if "policy" in worst and arm in worst:
-            row[f"policy_over_{arm}"], row[f"policy_over_{arm}_interval"] = ratio(worst["policy"], worst[arm])
+            row |= ratio(worst["policy"], worst[arm]).fields(f"policy_over_{arm}")
     return row
 
 

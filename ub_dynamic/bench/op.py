@@ -35,20 +35,22 @@ def measure(world: World, options: Mapping[str, Any], report: Report) -> None:
     check_sizes(hidden, ffn, world.size)
     gemms = [GEMMS[name] for name in options["gemms"]]
     policy = load_policy(world, options)
-    wanted = {gemm.name: [*_chosen(policy, gemm, options["tokens"]), OverlapConfig("none")] for gemm in gemms}
+    named = {} if policy is None else policy.configurations()  # at any T, as training registers them
+    none = OverlapConfig("none")
+    wanted = {gemm.name: list(dict.fromkeys([*named.get(gemm.name, ()), none])) for gemm in gemms}
     manager, refused = register(world, max(options["tokens"]), hidden, wanted)
     for (name, config), reason in refused.items():
         report.refused(f"{name}, {config}: {reason}")
-    cells = [(gemm, tokens) for gemm in gemms for tokens in sorted(options["tokens"], reverse=True)]
+    lengths = sorted({manager.round_up_tokens(tokens) for tokens in options["tokens"]}, reverse=True)
+    cells = [(gemm, tokens) for gemm in gemms for tokens in lengths]
     budget = Budget(options["seconds"], dict.fromkeys(cells, 1.0))
     done = 0
     for gemm in gemms:
         setting = Setting(world, manager, gemm, hidden, ffn, manager.capacity[0])
         arms = _arms(setting, policy, refused, options["peers"], report)
         _drop_what_fails(world, arms, manager, gemm, report)
-        for tokens in sorted(options["tokens"], reverse=True):
+        for tokens in lengths:
             report.progress(done, len(cells), f"{gemm.name} at T = {tokens}")
-            tokens = manager.round_up_tokens(tokens)
             manager.set_active_shape((tokens, hidden))
             row = _cell(world, arms, gemm, tokens, budget.until(cells[done]))
             choice = None if policy is None else policy.choices(tokens).get(gemm.name)
@@ -74,15 +76,9 @@ def table_policy(options: Mapping[str, Any], *, tp: int, dtype: torch.dtype, mod
     from ..tuning_table import TuningTable
 
     table = TuningTable.load(Path(options["policy"]), force=options.get("force", False))
-    table.check_fits(tp=tp, hidden=options["hidden"], dtype=str(dtype).removeprefix("torch."), mode=mode)
+    sizes = {name: options[name] for name in ("hidden", "ffn")}
+    table.check_fits(tp=tp, **sizes, dtype=str(dtype).removeprefix("torch."), mode=mode)
     return table.policy()
-
-
-def _chosen(policy: Policy | None, gemm: Gemm, tokens: Sequence[int]) -> list[OverlapConfig]:
-    if policy is None:
-        return []
-    found = (policy.choices(each).get(gemm.name) for each in tokens)
-    return list(dict.fromkeys(choice.config for choice in found if choice is not None))
 
 
 class _Policy:
@@ -145,12 +141,12 @@ def _cell(world: World, arms: Mapping[str, Arm], gemm: Gemm, tokens: int, until:
         row[f"{arm}_us"] = 1000 * statistics.median(times)
         row[f"{arm}_spread_us"] = 1000 * spread(times)
         if "plain" in taken and arm != "plain":
-            row[f"{arm}_over_plain"] = ratio(times, taken["plain"])[0]
+            row[f"{arm}_over_plain"] = ratio(times, taken["plain"]).median
     rivals = [arm for arm in RIVALS if arm in taken]
     if OURS in taken and rivals:
         best = min(rivals, key=lambda arm: statistics.median(taken[arm]))
         row["best_peer"] = best
-        row["over_best_peer"], row["over_best_peer_interval"] = ratio(taken[OURS], taken[best])
+        row |= ratio(taken[OURS], taken[best]).fields("over_best_peer")
     return row
 
 

@@ -2,7 +2,7 @@
 """Many candidates for one place: all run at first, the clearly slower ones drop out, the rest is measured well.
 
 The rule that decides is aware of noise: a candidate takes the place of the default only if the whole 95 % interval of
-its time over the default's lies below 1, that is, if it is faster by more than the spread of the measurement. With
+its time over the default's (:func:`~.interleave.ratio`) lies below 1: its upper end, not the median and a width. With
 less than :data:`LEAST_ROUNDS` rounds nothing is decided. Among those, the smallest median wins. So two equal
 candidates do not change places from one run to the next, and noise alone changes nothing.
 """
@@ -78,14 +78,11 @@ def pick(arms: Sequence[str], taken: Times) -> tuple[str, str]:
     if not others:
         return default, _nobody(arms, len(taken[default]))
     found = {arm: ratio(taken[arm], taken[default][: len(taken[arm])]) for arm in others}
-    faster = {arm: (median, half) for arm, (median, half) in found.items() if median + half < 1}
+    faster = [arm for arm in others if found[arm].high < 1]
+    best = min(faster or others, key=lambda arm: found[arm].median)
     if not faster:
-        best = min(found, key=lambda arm: found[arm][0])
-        median, half = found[best]
-        return default, f"no candidate is faster by more than the spread ({best}: {median:.3f} +- {half:.3f})"
-    best = min(faster, key=lambda arm: faster[arm][0])
-    median, half = faster[best]
-    return best, f"{median:.3f} +- {half:.3f} times the time of {default}, {len(taken[best])} rounds"
+        return default, f"no candidate is surely faster ({best}: {found[best]} times the time of {default})"
+    return best, f"{found[best]} times the time of {default}, {len(taken[best])} rounds"
 
 
 def _nobody(arms: Sequence[str], rounds: int) -> str:

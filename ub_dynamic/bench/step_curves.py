@@ -82,6 +82,13 @@ def _draw_times(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(0, None)
 
 
+def _to_the_ends(row: Row, key: str) -> tuple[float, float]:
+    """From a ratio down and up to the ends of its interval; older rows have half its width alone."""
+    if (half := row.get(f"{key}_interval")) is not None:
+        return half, half
+    return row[key] - row[f"{key}_low"], row[f"{key}_high"] - row[key]
+
+
 def _draw_ratios(axes: Axes, rows: Sequence[Row]) -> None:
     """In the colour of the arm that dynamic is compared with, and with 95 % intervals."""
     for key, (arm, label) in _RATIOS.items():
@@ -90,7 +97,7 @@ def _draw_ratios(axes: Axes, rows: Sequence[Row]) -> None:
             axes.errorbar(
                 [row["tokens"] for row in measured],
                 [row[key] for row in measured],
-                [row[f"{key}_interval"] for row in measured],
+                [*zip(*(_to_the_ends(row, key) for row in measured), strict=True)],
                 fmt="o-",
                 color=_ARMS[arm][0],
                 markersize=4,

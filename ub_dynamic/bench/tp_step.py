@@ -5,8 +5,9 @@ One step is forward and backward. What makes the comparison fair: a block starts
 are not timed; every arm follows every other equally often (an arm that follows ``pad`` would meet a hotter, slower
 GPU, so ``pad`` is measured apart, against ``dynamic``); half of the blocks run with the dynamic buffers first in
 memory, half with the exact ones; Python's garbage collector is off in blocks, and every rank keeps to processors of
-its own. A ratio is the median of those between blocks of the same round, ``*_interval`` the half width of its 95 %
-interval; the figures are the largest of these medians. ``*_blocks_ms``: every block in order, for what a median hides.
+its own. A ratio is the median of those between blocks of the same round, ``*_low`` and ``*_high`` the ends of its 95 %
+interval; the figures are the largest of these medians, and half the width of the widest interval. ``*_blocks_ms``:
+every block in order, for what a median hides.
 ``rebuild``: the exact step and ``initialize_ub`` with ``destroy_ub`` before it.
 
 Random operands take a large GPU to its power limit, where its clocks, and every step, go up and down by several
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 from ..errors import UBShapeError, UBUnsupportedError
 from ..policy import Policy
 from ..testing.te_layers import attention_heads
-from .interleave import interleaved, ratio, slowest, spread
+from .interleave import Ratio, interleaved, ratio, slowest, spread
 from .report import Budget, Report
 from .worlds import HostWorld, TEWorld, World, refusal
 
@@ -184,7 +185,8 @@ def one_length(
     }
     row |= _times(taken) | _ratios(taken, fraction) | chosen
     if "rebuild" in arms:
-        row["rebuild_ms"] = reinitialise_ms(world, tokens, options["hidden"]) + row.get("exact_ms", row["dynamic_ms"])
+        step = row["exact_ms"] if "exact_ms" in row else row["dynamic_ms"]
+        row["rebuild_ms"] = reinitialise_ms(world, tokens, options["hidden"]) + step
     return row
 
 
@@ -216,13 +218,14 @@ def _ratios(taken: Mapping[str, Sequence[float]], fraction: float) -> dict[str, 
     row: dict[str, float] = {}
     for name, (over, under) in _COMPARED.items():
         if taken.get(over) and taken.get(under):
-            row[name], row[f"{name}_interval"] = ratio(taken[over], taken[under])
+            row |= ratio(taken[over], taken[under]).fields(name)
     if "active_over_pad" in row:
         row["active_over_pad_excess"] = row["active_over_pad"] - fraction
     for arm, name in (("dynamic", "guard"), ("auto", "auto")):
         if taken.get(arm) and taken.get("unguarded"):
-            cost, row[f"{name}_cost_interval"] = ratio(taken[arm], taken["unguarded"])
-            row[f"{name}_cost_fraction"] = cost - 1
+            found = ratio(taken[arm], taken["unguarded"])
+            cost = Ratio(found.median - 1, found.low - 1, found.high - 1)
+            row |= cost.fields(f"{name}_cost_fraction")
     return row
 
 
@@ -242,21 +245,26 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The largest ratio over all T, of every kind that was measured."""
     keys = {
         "active_over_exact_max": "active_over_exact",
-        "active_over_exact_interval_max": "active_over_exact_interval",
         "active_over_pad_excess_max": "active_over_pad_excess",
         "active_over_none_max": "active_over_none",
         "policy_over_exact_max": "policy_over_exact",
         "policy_over_none_max": "policy_over_none",
         "guard_cost_fraction": "guard_cost_fraction",
         "auto_cost_fraction": "auto_cost_fraction",
-        "guard_cost_interval": "guard_cost_interval",
-        "auto_cost_interval": "auto_cost_interval",
+    }
+    intervals = {
+        "active_over_exact_interval_max": "active_over_exact",
+        "guard_cost_interval": "guard_cost_fraction",
+        "auto_cost_interval": "auto_cost_fraction",
     }
     steps = [row for row in rows if row.get("kind") == "step"]
     made: dict[str, float] = {}
     for figure, key in keys.items():
         if found := [row[key] for row in steps if key in row]:
             made[figure] = max(found)
+    for figure, key in intervals.items():
+        if widths := [row[f"{key}_high"] - row[f"{key}_low"] for row in steps if f"{key}_high" in row]:
+            made[figure] = max(widths) / 2
     if lengths := [row["time_over_token_ratio"] for row in rows if row.get("kind") == "lengths"]:
         made["lengths_time_over_token_ratio"] = max(lengths)
     return made

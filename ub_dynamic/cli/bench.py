@@ -270,7 +270,7 @@ def _is_complete(path: Path) -> bool:
 
 
 # What a table leaves to the result file.
-_LEFT_OUT = ("_interval", "_spread_us", "_spread_ms", "_blocks_ms", "_fraction", "_excess", "_per_s")
+_LEFT_OUT = ("_low", "_high", "_spread_us", "_spread_ms", "_blocks_ms", "_fraction", "_excess", "_per_s")
 _KEPT_TO_FILE = {"kind", "operation", "rounds", "blocks", "epochs"}
 
 
