@@ -51,19 +51,16 @@ def _lock(path: Path) -> FileLock:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise UBUnsupportedError(
-            f"{path} is being filled by another tune; wait for it, or name another file (tables of one machine are "
-            "merged by running the rest of the command on one of them)"
-        ) from None
+        raise UBUnsupportedError(f"{path} is being filled by another tune: wait for it, or name another file") from None
     return lock
 
 
 class GrowingTable:
     """``path`` with the rows that it has already, and those of this run.
 
-    :class:`UBUnsupportedError` for a file that cannot be written, is no table, or has a header that differs from
-    ``facts``: it is not overwritten then, unless ``restart``; or which another process fills: ``with`` the table ends
-    that it is filled by this one.
+    For a ``with`` statement: until its end no other process fills the file. :class:`UBUnsupportedError` for a file that
+    another one fills, that cannot be written, is no table, or has a header that differs from ``facts``: it is not
+    overwritten then, unless ``restart``.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], restart: bool = False) -> None:
