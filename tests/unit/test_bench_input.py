@@ -120,6 +120,8 @@ REFUSED = [
     ("tune --out t.json --tokens 512,a", "'a' of '512,a' is not a T in the digits 0 to 9"),
     ("tune --out t.json --hidden 32 --tokens 2,4", "the next valid capacity is [8, 32]"),
     ("tune --out bad.json", "bad.json: no tuning table"),
+    ("tune --out always", "policy='always' means something else"),
+    (f"bench op --json {'a' * 300}/x.json", "File name too long"),
     ("tune --out deep/t.json --seconds inf", "seconds = inf"),
 ]  # fmt: skip
 
@@ -323,6 +325,34 @@ def test_a_partial_result_replaces_no_complete_one(monkeypatch: pytest.MonkeyPat
     kept, partial = (json.loads(Path(f"kept{end}.json").read_text()) for end in ("", "_partial"))
     assert kept["rows"] == rows and "failed_starts" not in kept["figures"]
     assert partial["figures"]["failed_starts"] == 1 and "interrupted" not in partial["figures"]
+
+
+def test_a_result_replaces_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Path("table.json").read_text()
+    result = command("bench", "op", "--json", "table.json")
+    assert result.exit_code == 2 and "table.json is there and is no result file" in result.output
+    rows = [{"gemm": "fc1_fprop", "tokens": 64}]
+    monkeypatch.setattr(measuring, "run", lambda *_, **__: Ended(0, ({"row": rows[0]},), ""))
+    command("bench", "op", "--json", "kept.json")
+    Path("kept_partial.json").write_text(before)
+    monkeypatch.setattr(measuring, "run", interrupt(rows, KeyboardInterrupt()))
+    said = command("bench", "op", "--policy", "kept_partial.json", "--json", "kept.json").output
+    assert "Written to kept_partial1.json" in said
+    assert Path("table.json").read_text() == Path("kept_partial.json").read_text() == before
+
+
+def test_a_t_below_the_smallest_valid_one_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = TABLE.to_json()["rows"][0]
+    row = {**row, "tokens": 4, "candidates": [{"config": row["chosen"], "median_us": 1.0, "spread_us": 0.0}]}
+
+    def run(job: Any, backend: Any, ranks: int, timeout_s: float, on_event: Any, **_: Any) -> Ended:
+        for tokens in (4, 64):
+            on_event({"row": {**row, "tokens": tokens}})
+        return Ended(0, ({"row": row},), "")
+
+    monkeypatch.setattr(measuring, "run", run)
+    words = ("--hidden", "64", "--ffn", "128", "--tokens", "2,64", "--gemms", row["gemm"])
+    assert "Not every cell" not in command("tune", "--out", "t.json", *words).output
 
 
 def test_a_tune_whose_cells_are_all_there_advises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,14 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
         check_arms(name, [arm for arm in options["arms"] if not_comparable(mode, arm, policy) is None])
 
 
+def rounded(options: Mapping[str, Any], backend: BackendName, ranks: int) -> list[int]:
+    """``tokens`` of ``op`` or ``tune`` as the ranks round them, by multiple and minimum of what is configured."""
+    dtype = torch.bfloat16 if backend == "te" else torch.float32
+    specs = resolve_specs((max(options["tokens"]), options["hidden"]), ranks, dtype)
+    rule = combine((token_rule(spec) for spec in specs if spec.method != "external"), max(options["tokens"]))
+    return sorted({rule.round_up(tokens) for tokens in options["tokens"]})
+
+
 def _registered(name: str, options: Mapping[str, Any], backend: BackendName) -> tuple[int, int]:
     """The shape ``[T_cap, H]`` that the ranks register."""
     if name == "set-shape":

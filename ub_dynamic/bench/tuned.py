@@ -52,6 +52,8 @@ def _lock(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise UBUnsupportedError(f"{path} is being filled by another tune: wait for it, or name another file") from None
+    except OSError as error:
+        raise UBUnsupportedError(f"{path} cannot be filled: its lock: {error}") from None
     return lock
 
 

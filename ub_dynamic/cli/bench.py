@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from json import loads
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..bench.tp_step import ARMS as STEP_ARMS
 from ..bench.tp_step import OPERANDS
 from ..bench.workloads import DISTRIBUTIONS
 from ..testing.results import write_result
-from .files import JsonFile, PictureFile, check_apart, writing
+from .files import JsonFile, PictureFile, check_apart, refuse, writing
 from .measuring import (
     TOKENS,
     Backend,
@@ -232,13 +233,15 @@ def _measure(
     plot: Path | None = None,
 ) -> None:
     chosen = check_backend(backend)
+    if json is not None and json.exists() and _figures(json) is None:
+        refuse("--json", f"{json} is there and is no result file, and is left as it is; name another one")
     checked(f"bench {name}", name, options, chosen, ranks)
     watched = Watched(f"bench {name}")
     ended = watched.run(name, options, chosen, ranks, seconds)
     figures = {**BENCHES[name].figures(ended.rows), **_incomplete(ended.status, watched)}
     _show(watched, ended.rows, figures)
     if json is not None:
-        target = json.with_stem(f"{json.stem}_partial") if ended.status and _is_complete(json) else json
+        target = _partial(json) if ended.status and _is_complete(json) else json
         with writing(f"bench {name}", target):
             write_result(target.stem, figures, ended.rows, mode=mode_of(chosen, ranks), folder=target.parent)
         kept = "" if target == json else f"; {json} keeps its complete result"
@@ -262,11 +265,23 @@ def _incomplete(status: int, watched: Watched) -> dict[str, float]:
 
 def _is_complete(path: Path) -> bool:
     """Whether a result file is there that no later, partial one should replace."""
+    figures = _figures(path)
+    return figures is not None and not figures.get("failed_starts")
+
+
+def _partial(path: Path) -> Path:
+    """Beside ``path``, where there is nothing yet, or an older partial result."""
+    names = (path.with_stem(f"{path.stem}_partial{number or ''}") for number in itertools.count())
+    return next(each for each in names if not each.exists() or (_figures(each) or {}).get("failed_starts"))
+
+
+def _figures(path: Path) -> dict[str, float] | None:
+    """Those of a result file; None where it is another file, or none."""
     try:
         figures = loads(path.read_text())["figures"]
-        return not figures.get("failed_starts")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return False
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return figures if isinstance(figures, dict) else None
 
 
 # What a table leaves to the result file.

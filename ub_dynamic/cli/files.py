@@ -70,12 +70,14 @@ def _json(param: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def _check(option: str, path: Path, *, anew: bool) -> None:
-    if not path.absolute().parent.is_dir():
-        refuse(option, f"there is no folder {path.parent}")
     try:
+        if not path.absolute().parent.is_dir():
+            refuse(option, f"there is no folder {path.parent}")
         check_output(path, anew=anew)
     except UBUnsupportedError as error:
         refuse(option, error)
+    except OSError as error:  # of a folder's name that is too long
+        refuse(option, f"{path} cannot be written: {error.strerror or error}")
 
 
 PictureFile = Annotated[

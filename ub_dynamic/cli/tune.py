@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.asked import rounded
 from ..bench.start import mode_of
 from ..bench.tuned import GrowingTable, chosen_us, default_us, header
 from ..bench.worlds import BackendName
@@ -51,6 +52,8 @@ def tune(
     than the spread. The table is written after every cell, so a run can be ended at any time and taken up again.
     """  # fmt: skip
     check_apart(out=out, plot=plot)
+    if str(out) == "always":
+        refuse("--out", "policy='always' means something else than the table; name it with .json, as in table.json")
     chosen = check_backend(backend)
     size, between = sizes(chosen, hidden, ffn)
     options = {
@@ -81,7 +84,7 @@ def _run(
     table = growing.table
     _show(watched, table.rows)
     watched.console.print(f'Written to {out}: initialize_ub(..., policy="{out}")', highlight=False)
-    asked = {(gemm, count) for gemm in options["gemms"] for count in options["tokens"]}
+    asked = {(gemm, count) for gemm in options["gemms"] for count in rounded(options, chosen, tp)}
     if asked - set(growing.done):
         same = "the same command without --restart" if restart else "the same command"
         watched.console.print(f"Not every cell is measured: {same} goes on with the others", highlight=False)
