@@ -252,7 +252,8 @@ def _contiguous_mpi_group(tp_size: int) -> Group:
             f"pip install 'ub_dynamic[mpi]' ({error})"
         ) from error
     world, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
-    _check_same(MPI.COMM_WORLD.allgather(tp_size))
+    # Within the timeout of a group: a rank that was refused before, or never comes, is named.
+    _check_same(MPIGroup(MPI.COMM_WORLD).allgather(tp_size, "comparing tp_size in initialize_ub"))
     _check_world(world, tp_size)
     first = rank // tp_size * tp_size
     comm = MPI.COMM_WORLD.Split(color=first, key=rank)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from mpi4py import MPI
 
+from ub_dynamic import groups
 from ub_dynamic.board import RankBoard
 from ub_dynamic.errors import UBRankMismatchError, UBShapeError, UBStateError, UBTimeoutError, UBUnsupportedError
 from ub_dynamic.groups import MPIGroup, TorchGroup, tensor_parallel_group
@@ -79,6 +81,20 @@ def test_a_wait_names_the_missing_rank(mpi_comm: Any) -> None:
     if mpi_comm.Get_rank() == 0:
         with pytest.raises(UBTimeoutError, match="rank 6 waited 0.3 s for rank 7 in a test of waiting"):
             group.barrier("a test of waiting")
+
+
+@pytest.mark.mpi(2)
+def test_a_rank_that_never_makes_a_group_is_named(mpi_comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "setup_timeout_s", lambda: 0.3)
+    if mpi_comm.Get_rank() == 0:
+        with pytest.raises(
+            UBTimeoutError, match="rank 0 waited 0.3 s for rank 1 in comparing tp_size in initialize_ub"
+        ):
+            tensor_parallel_group(2)
+    else:  # what rank 0 said meanwhile would be taken for its next word
+        assert MPI.COMM_WORLD.recv(source=0, tag=groups._TAG) == 2
+    mpi_comm.Barrier()
+    tensor_parallel_group(2).close()
 
 
 @pytest.mark.mpi(2, launcher="torchrun")

@@ -97,6 +97,7 @@ REFUSED = [
     ("bench tp-step --arms pad", "arms = pad: they are compared with dynamic; the next valid value is dynamic,pad"),
     ("bench tp-step --layer te.Linear", "--layer: 'te.Linear' is not one of te.LayerNormMLP, te.TransformerLayer"),
     ("bench tp-step --operands ones", "'ones' is not one of random, zeros"),
+    ("bench tp-step --arms exact,none --plot x.svg", "the next valid value is dynamic,exact,none"),
     ("bench tp-step --arms policy", "arms = none that can be compared here"),
     ("bench tp-step --arms rebuild,none", "the next valid value is dynamic,rebuild,none"),
     ("bench tp-step --policy bad.json", "bad.json: no tuning table"),

@@ -35,7 +35,7 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
     """
     if "seconds" in options and not 0 < options["seconds"] <= _LONGEST_S:
         raise UBShapeError(f"seconds = {options['seconds']}: a number above 0, at most {_LONGEST_S:g}, as in 60")
-    dtype = torch.bfloat16 if backend == "te" else torch.float32
+    dtype = _dtype(backend)
     capacity, hidden = _registered(name, options, backend)
     cfgs = set_shape.HOST_CFGS if name == "set-shape" and backend == "host" else None
     try:
@@ -64,10 +64,22 @@ def check_asked(name: str, options: Mapping[str, Any], backend: BackendName, ran
 
 def rounded(options: Mapping[str, Any], backend: BackendName, ranks: int) -> list[int]:
     """``tokens`` of ``op`` or ``tune`` as the ranks round them, by multiple and minimum of what is configured."""
-    dtype = torch.bfloat16 if backend == "te" else torch.float32
-    specs = resolve_specs((max(options["tokens"]), options["hidden"]), ranks, dtype)
-    rule = combine((token_rule(spec) for spec in specs if spec.method != "external"), max(options["tokens"]))
-    return sorted({rule.round_up(tokens) for tokens in options["tokens"]})
+    return _rounded(options["tokens"], resolve_specs(_registered("tune", options, backend), ranks, _dtype(backend)))
+
+
+def _rounded(tokens: Sequence[int], specs: Sequence[CommSpec]) -> list[int]:
+    """:class:`UBCapacityError` where there is no such T."""
+    rule = combine((token_rule(spec) for spec in _following(specs)), specs[0].capacity[0])
+    return sorted({rule.round_up(count) for count in tokens})
+
+
+def _following(specs: Sequence[CommSpec]) -> list[CommSpec]:
+    """Those that follow the active shape."""
+    return [spec for spec in specs if spec.method != "external"]
+
+
+def _dtype(backend: BackendName) -> torch.dtype:
+    return torch.bfloat16 if backend == "te" else torch.float32
 
 
 def _registered(name: str, options: Mapping[str, Any], backend: BackendName) -> tuple[int, int]:
@@ -80,11 +92,9 @@ def _registered(name: str, options: Mapping[str, Any], backend: BackendName) -> 
 
 
 def _check_tokens(name: str, options: Mapping[str, Any], specs: Sequence[CommSpec], ranks: int) -> None:
-    following = [spec for spec in specs if spec.method != "external"]
+    following = _following(specs)
     if name in ("op", "tune"):
-        rule = combine(map(token_rule, following), following[0].capacity[0])
-        for tokens in options["tokens"]:
-            rule.round_up(tokens)  # as the ranks do; raises where there is no such T
+        _rounded(options["tokens"], specs)  # as the ranks do
     elif name == "tp-step":
         for tokens in options["tokens"]:
             if tokens > options["capacity"]:
@@ -98,7 +108,7 @@ def _check_tokens(name: str, options: Mapping[str, Any], specs: Sequence[CommSpe
 
 
 def _check_workloads(options: Mapping[str, Any], specs: Sequence[CommSpec], ranks: int) -> None:
-    following = [spec for spec in specs if spec.method != "external"]
+    following = _following(specs)
     for workload, tokens in workloads_of(options, ranks).items():
         try:
             _check_each(sorted(set(tokens)), following)

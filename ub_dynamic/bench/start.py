@@ -181,7 +181,7 @@ class _Reader:
         self._ended.set()
         try:
             self._thread.join()
-        except KeyboardInterrupt:  # the reader's own, which came late
+        except (KeyboardInterrupt, SystemExit):  # the reader's own, which came late
             if self._error is None:
                 raise
             self._thread.join()
@@ -210,10 +210,12 @@ class _Reader:
                     self._interrupt()
 
     def _interrupt(self) -> None:
-        """End the wait for the ranks, where it is one of the main thread, which alone can be interrupted."""
+        """End the wait for the ranks, where it is one of the main thread, which alone can be interrupted: by Ctrl-C, or
+        where that is ignored, as in a shell's background job, by a signal that unwinds like it."""
+        heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
         main = threading.main_thread()
-        if not self._ended.is_set() and main.ident is not None and main.ident == self._waiting:
-            signal.pthread_kill(main.ident, signal.SIGINT)
+        if heard and not self._ended.is_set() and main.ident is not None and main.ident == self._waiting:
+            signal.pthread_kill(main.ident, heard[0])
 
 
 def _python_path() -> str:

@@ -135,6 +135,9 @@ def tp_step(
     found = token_list(asked, backend, ranks, options["hidden"])
     options |= {"tokens": found, "arms": names(arms, STEP_ARMS, "--arms")}
     options |= {"operands": one_of(operands, OPERANDS, "--operands"), "costs": costs}
+    if plot is not None and "dynamic" not in options["arms"]:
+        given = ",".join(options["arms"])
+        refuse("--plot", f"arms = {given}: the picture compares with dynamic; the next valid value is dynamic,{given}")
     _measure("tp-step", options, backend, ranks, seconds, json, plot)
 
 

@@ -31,14 +31,11 @@ Ffn = Annotated[int | None, typer.Option(min=8, help="Features between fc1 and f
 TOKENS = "T: 512:16384 (powers of two between, and both ends) or 512,1024,4096, each rounded to a valid T"
 Tokens = Annotated[str | None, typer.Option(help=f"{TOKENS}; default 512:16384 on GPUs, 64:512 on the host")]
 _WHOLE = re.compile("[0-9]{1,18}")  # str.isdigit takes digits that int does not
-Seconds = Annotated[
-    float,
-    typer.Option(
-        min=1,
-        help="Time to measure in, without starting the ranks; every arm takes its least number of turns in any case. "
-        f"The ranks are ended {START_S:g} s later (UB_DYNAMIC_BENCH_START_S)",
-    ),
-]
+SECONDS = (
+    "Time to measure in, without starting the ranks; every arm takes its least number of turns in any case. "
+    f"The ranks are ended {START_S:g} s later (UB_DYNAMIC_BENCH_START_S)."
+)
+Seconds = Annotated[float, typer.Option(min=1, help=SECONDS)]
 
 
 def check_backend(name: str) -> BackendName:

@@ -16,6 +16,7 @@ from ..errors import UBDynamicError
 from ..tuning_table import TuningRow
 from .files import PictureFile, check_apart, refuse, writing
 from .measuring import (
+    SECONDS,
     Backend,
     Ffn,
     Hidden,
@@ -38,9 +39,7 @@ def tune(
     ffn: Ffn = None,
     tokens: Tokens = None,
     gemms: Annotated[str | None, typer.Option(help="As in fc1_fprop,fc2_fprop; default all eight")] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, help="Time to measure in; what it does not reach keeps the default")
-    ] = 300,
+    seconds: Annotated[float, typer.Option(min=1, help=f"{SECONDS} What is not reached keeps the default")] = 300,
     restart: Annotated[bool, typer.Option("--restart", help="Overwrite a table that is there already")] = False,
     plot: PictureFile = None,
 ) -> None:
@@ -48,8 +47,9 @@ def tune(
 
     Example: python -m ub_dynamic tune --backend te --hidden 4096 --ffn 16384 --tp 2 --tokens 512:16384 --out table.json
 
-    Use it with initialize_ub(..., policy="table.json"). A candidate replaces the default only if it is faster by more
-    than the spread. The table is written after every cell, so a run can be ended at any time and taken up again.
+    Use it with initialize_ub(..., policy="table.json"). A candidate replaces the default only if the whole 95 %
+    interval of its time over the default's lies below 1. The table is written after every cell, so a run can be
+    ended at any time and taken up again.
     """  # fmt: skip
     check_apart(out=out, plot=plot)
     if str(out) == "always":

@@ -190,7 +190,7 @@ def launch_command(launcher: Launcher, n: int) -> list[str]:
         raise RuntimeError(mpi_missing())
     if shutil.which(mpirun) is None:
         raise UBUnsupportedError(
-            f"UB_DYNAMIC_MPIRUN = {mpirun!r} is no program that can be run; name an mpirun, or none"
+            f"UB_DYNAMIC_MPIRUN = {mpirun!r} is no program that can be run: name an mpirun, or unset it"
         )
     return [mpirun, "-n", str(n), sys.executable]
 
